@@ -1,0 +1,128 @@
+"""Receipts of a forward and the acceptance that spends them; the checks that run on the host, once per commit."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jax_ssm.layout import DecodeLayout
+from jax_ssm.spec import KernelConfig, SSMSpec
+from jax_ssm.state import concrete, pytree
+
+Array = jax.Array
+
+
+@pytree("mode", "config", "state_key")
+class SSMForward:
+    """Receipt of one `prepare`, valid for one acceptance.
+
+    layout: rows and slots of the round. offset [R] int32: accepted index (accepted length - 1) at the time of prepare,
+    where native and the convolution start reading. mode, config, state_key (static): what wrote it.
+    """
+
+    layout: DecodeLayout
+    offset: Array
+    mode: str
+    config: KernelConfig
+    state_key: str
+
+
+@pytree()
+class StateAcceptance:
+    """The single argument of `accept`.
+
+    forwards: receipts in forward order (one per microbatch). lengths [sum of their R] int32: accepted tokens of each
+    request row, base token included, 1..verify_len; rows of padding are not looked at. 0 leaves a row alone.
+    """
+
+    forwards: tuple[SSMForward, ...]
+    lengths: Array
+
+
+def split_lengths(acceptance: StateAcceptance) -> list[tuple[SSMForward, Array]]:
+    """Pairs of receipt and its part of the lengths."""
+    pairs, start = [], 0
+    for forward in acceptance.forwards:
+        stop = start + forward.layout.slots.shape[0]
+        pairs.append((forward, acceptance.lengths[start:stop]))
+        start = stop
+    return pairs
+
+
+def check_acceptance(spec: SSMSpec, acceptance: StateAcceptance) -> None:
+    """Raise ValueError, before anything changes, unless `acceptance` fits `spec`.
+
+    Structure (receipts present, of this mode and state key, total of lengths) is always checked. Values are checked
+    when they are concrete: 1 <= length <= verify_len on live rows, no slot in two receipts.
+    """
+    if not acceptance.forwards:
+        raise ValueError("acceptance.forwards=() is not allowed: an acceptance needs the receipts of its forwards")
+    for i, forward in enumerate(acceptance.forwards):
+        if forward.mode != spec.mode:
+            raise ValueError(f"acceptance.forwards[{i}].mode={forward.mode!r}: this state is {spec.mode!r}")
+        if forward.state_key != spec.state_key:
+            raise ValueError(f"acceptance.forwards[{i}].state_key={forward.state_key!r}: this state is {spec.state_key!r}")
+    total = sum(forward.layout.slots.shape[0] for forward in acceptance.forwards)
+    if acceptance.lengths.shape != (total,):
+        raise ValueError(f"acceptance.lengths.shape={acceptance.lengths.shape}: the receipts hold {total} request rows")
+    seen: list[int] = []
+    for i, (forward, lengths) in enumerate(split_lengths(acceptance)):
+        values, verify, slots = concrete(lengths), concrete(forward.layout.verify_len), concrete(forward.layout.slots)
+        if values is None or verify is None or slots is None:
+            continue
+        live = verify > 0
+        bad = live & ((values < 1) | (values > verify))
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise ValueError(
+                f"acceptance.lengths={int(values[row])} for row {row} of receipt {i} (slot {int(slots[row])}): "
+                f"allowed are 1..{int(verify[row])}, the base token included"
+            )
+        seen += slots[live].tolist()
+    if len(set(seen)) != len(seen):
+        raise ValueError(f"acceptance.forwards name a slot twice: {sorted(s for s in set(seen) if seen.count(s) > 1)}")
+
+
+class Ledger:
+    """Host record of open receipts, so that each is accepted exactly once.
+
+    The pure `accept` cannot know whether a receipt was already spent; `commit` asks this record. Receipts are compared
+    by identity: a copy, a receipt of another ledger and a spent one are all refused.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0
+        self._open: dict[int, tuple[SSMForward, int]] = {}
+
+    def issue(self, forward: SSMForward) -> SSMForward:
+        """Record a fresh receipt and return it."""
+        self._rounds += 1
+        self._open[id(forward)] = (forward, self._rounds)
+        return forward
+
+    def open_receipts(self) -> int:
+        """How many receipts wait for their acceptance; export, merge and restore are legal only at 0."""
+        return len(self._open)
+
+    def check(self, acceptance: StateAcceptance) -> None:
+        """Raise ValueError when a receipt was not issued here, was already accepted, or is named twice."""
+        ids = [id(forward) for forward in acceptance.forwards]
+        for i, key in enumerate(ids):
+            if key not in self._open:
+                raise ValueError(
+                    f"acceptance.forwards[{i}] is not an open receipt of this ledger: it was already accepted, or it "
+                    "belongs to another state; every prepare needs its own acceptance"
+                )
+        if len(set(ids)) != len(ids):
+            raise ValueError("acceptance.forwards names one receipt twice: each is accepted exactly once")
+
+    def spend(self, acceptance: StateAcceptance) -> None:
+        """Close the receipts of an acceptance that was checked."""
+        for forward in acceptance.forwards:
+            del self._open[id(forward)]
+
+    def require_settled(self, verb: str) -> None:
+        """Raise ValueError when `verb` runs between a forward and its acceptance."""
+        if self._open:
+            rounds = sorted(number for _, number in self._open.values())
+            raise ValueError(f"{verb} is not allowed now: rounds {rounds} were prepared and not accepted; accept them first")

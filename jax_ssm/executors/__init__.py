@@ -1,0 +1,105 @@
+"""The verbs: what happens to a recurrent state. A table maps each storage mode to its module of pure functions.
+
+One round: prepare -> conv_forward and forward per layer row -> sample -> accept. Before a prompt chunk: merge.
+Donate the state to every verb that returns it; a donated state must not be used again.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_ssm.acceptance import Ledger, SSMForward, StateAcceptance, check_acceptance, split_lengths
+from jax_ssm.conv import canonical_window, merge_windows
+from jax_ssm.executors import compact, native, replay
+from jax_ssm.gates import CoreInputs, LinearInputs, prologue
+from jax_ssm.layout import DecodeLayout
+from jax_ssm.spec import KernelConfig, SSMSpec
+from jax_ssm.state import ConvSSMState, check_slots, drop_index, read_index
+
+Array = jax.Array
+
+MODES = {"native": native, "compact": compact, "replay": replay}
+
+
+def check_config(config: KernelConfig) -> None:
+    """Raise NotImplementedError for an implementation that cannot run here; nothing falls back silently."""
+    if config.implementation != "xla":
+        raise NotImplementedError(f"implementation={config.implementation!r} is not available in this installation: use 'xla'")
+
+
+def prepare(
+    spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: KernelConfig = KernelConfig()
+) -> tuple[ConvSSMState, SSMForward]:
+    """Open a round: exactly once per forward, before the first layer.
+
+    Native and compact: the state is unchanged. Replay: rows whose window does not fit into their history are folded
+    (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round.
+    """
+    check_config(config)
+    state = MODES[spec.mode].prepare(spec, state, layout)
+    offset = state.accepted[read_index(spec, layout.slots)]
+    return state, SSMForward(layout, offset, spec.mode, config, spec.state_key)
+
+
+def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, inputs: LinearInputs) -> tuple[ConvSSMState, Array]:
+    """Run one layer. row: logical layer row (int or traced). inputs: token rows [T, ..] after the convolution.
+
+    Returns o [T, HV, V] in v's dtype, exactly zero in padding rows. Writes only what this round owns: native T_r state
+    rows, compact T_r window records, replay T_r uncommitted records. Rows and layers are independent.
+    """
+    return forward_core(spec, state, receipt, row, prologue(spec, inputs))
+
+
+def forward_core(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
+    """`forward` from prologue outputs (normalised q and k, decay, beta); what bit comparisons across frameworks feed."""
+    return MODES[spec.mode].forward(spec, state, receipt, row, core)
+
+
+def accept(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance) -> ConvSSMState:
+    """Commit the accepted prefix of each request; pure and trusted, for use inside jit.
+
+    Lengths count the base token, 1..verify_len; larger ones are clamped, 0 leaves the row (and its accepted index)
+    alone. Native moves an index, replay a cursor, compact re-runs the prefix. This function cannot know whether a
+    receipt was accepted before: use `commit` where receipts cross the host.
+    """
+    pairs = [(f, jnp.clip(lengths, 0, f.layout.verify_len)) for f, lengths in split_lengths(acceptance)]
+    state = MODES[spec.mode].accept(spec, state, pairs)
+    accepted = state.accepted
+    for receipt, lengths in pairs:
+        target = drop_index(spec, receipt.layout.slots, lengths > 0)
+        accepted = accepted.at[target].set(lengths - 1, mode="drop")
+    return state.replace(accepted=accepted)
+
+
+def commit(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance, ledger: Ledger) -> ConvSSMState:
+    """`check_acceptance`, then `accept`, then spend the receipts. Raises ValueError before anything changes."""
+    ledger.check(acceptance)
+    check_acceptance(spec, acceptance)
+    state = accept(spec, state, acceptance)
+    ledger.spend(acceptance)
+    return state
+
+
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+    """Make row 0 and window offset 0 of the slots [N] hold the accepted state, before a prompt chunk or a copy.
+
+    Replay: the live records are folded and the cursors become 0. Native: the accepted row moves to row 0. Compact:
+    the state already is. Afterwards the accepted index is 0. Raises ValueError for concrete ids that are not live.
+    """
+    check_slots(spec, slots)
+    slots = jnp.asarray(slots, jnp.int32)
+    state = MODES[spec.mode].merge(spec, state, slots)
+    state = merge_windows(spec, state, slots)
+    return state.replace(accepted=state.accepted.at[drop_index(spec, slots)].set(0, mode="drop"))
+
+
+def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array) -> tuple[Array, Array]:
+    """Canonical copies (conv [N, layers, C, kw-1], ssm [N, layers, HV, V, K]) of the slots [N]; the state is unchanged.
+
+    Allocates N states, and says so: use `pages.export_into` to write into memory you own.
+    """
+    check_slots(spec, slots)
+    index = read_index(spec, jnp.asarray(slots, jnp.int32))
+    ssm = jax.lax.map(lambda slot: MODES[spec.mode].materialize(spec, state, slot), index)
+    return jax.lax.map(lambda slot: canonical_window(spec, state, slot), index), ssm

@@ -1,0 +1,65 @@
+"""Mode "compact": one state and the raw inputs of this round; commit re-runs the accepted prefix, rounding each token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ssm.acceptance import SSMForward
+from jax_ssm.executors import native
+from jax_ssm.executors.recurrence import expand_heads, replay
+from jax_ssm.gates import CoreInputs, store
+from jax_ssm.layout import in_window, to_rows
+from jax_ssm.spec import SSMSpec
+from jax_ssm.state import CompactWindow, ConvSSMState, drop_index, dtype, read_index
+
+Array = jax.Array
+
+prepare = native.prepare
+
+
+def put_records(spec: SSMSpec, layout, row, at: Array, pools, values):
+    """Write window records: pools [layers, S, heads, N, ..], values [R, W, heads, ..], at [R, W] positions along N.
+
+    Positions beyond a verify length and padding rows are dropped.
+    """
+    slots = drop_index(spec, layout.slots[:, None], in_window(layout, spec.width))
+    return [pool.at[row, slots, :, at].set(x.astype(pool.dtype), mode="drop") for pool, x in zip(pools, values, strict=True)]
+
+
+def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
+    """Verify: outputs o [T, HV, V] and T_r window records a request; the state is read and never written."""
+    layout, w = receipt.layout, native.window_inputs(spec, receipt, core)
+    s = state.ssm[row, read_index(spec, layout.slots)].astype(jnp.float32)
+    o, _ = native.run_window(spec, s, w, None, lambda t, s, carry: carry)
+    at = jnp.broadcast_to(jnp.arange(spec.width), (layout.slots.shape[0], spec.width))
+    x = state.extra
+    window = CompactWindow(*put_records(spec, layout, row, at, (x.k, x.v, x.decay, x.beta), (w.k, w.v, w.decay, w.beta)))
+    return state.replace(extra=window), to_rows(layout, store(o, w.v.dtype))
+
+
+def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
+    """Re-run the accepted prefix of every request, all layers, one layer at a time; rounds after every token."""
+    slots = jnp.concatenate([forward.layout.slots for forward, _ in pairs])
+    lengths = jnp.concatenate([lengths for _, lengths in pairs])
+    source, target = read_index(spec, slots), drop_index(spec, slots, lengths > 0)
+
+    def layer(row, ssm):
+        x = jax.tree.map(lambda pool: pool[row, source], state.extra)
+        k = expand_heads(x.k, spec.v_heads, 1)
+        s = ssm[row, source].astype(jnp.float32)
+        s = replay(s, k, x.v, x.decay, x.beta, lengths[:, None], dtype(spec.ssm_dtype), round_each=True)
+        return ssm.at[row, target].set(s.astype(ssm.dtype), mode="drop")
+
+    return state.replace(ssm=lax.fori_loop(0, spec.layers, layer, state.ssm))
+
+
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+    """The state is already canonical."""
+    return state
+
+
+def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
+    """Canonical state [layers, HV, V, K] of one slot in ssm_dtype."""
+    return state.ssm[:, slot]

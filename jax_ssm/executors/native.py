@@ -1,0 +1,82 @@
+"""Mode "native": one full state per verify position; a rejected draft is a row that nobody reads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ssm.acceptance import SSMForward
+from jax_ssm.executors.recurrence import expand_heads, read, step
+from jax_ssm.gates import CoreInputs, round_to, store
+from jax_ssm.layout import in_window, to_rows, to_windows
+from jax_ssm.spec import SSMSpec
+from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
+
+Array = jax.Array
+
+
+def prepare(spec: SSMSpec, state: ConvSSMState, layout) -> ConvSSMState:
+    """Nothing to do: the receipt already holds the row to start from."""
+    return state
+
+
+def window_inputs(spec: SSMSpec, receipt: SSMForward, core: CoreInputs) -> CoreInputs:
+    """Core inputs as windows [R, W, heads, ..] with query and key heads repeated per value head."""
+    core = jax.tree.map(lambda x: to_windows(spec, receipt.layout, x), core)
+    q, k_hat = (expand_heads(x, spec.v_heads, 2) for x in (core.q, core.k_hat))
+    return core.replace(q=q, k_hat=k_hat)
+
+
+def run_window(spec: SSMSpec, s: Array, w: CoreInputs, carry, visit):
+    """Walk the W tokens of each window from s [R, HV, V, K] fp32, rounding the running state after every token.
+
+    visit(t, rounded_state, carry) -> carry sees each rounded state. Returns outputs [R, W, HV, V] fp32 (from the
+    unrounded state) and the carry. Tokens beyond a verify length are walked too; their results are not used.
+    """
+    state_dtype, v32 = dtype(spec.ssm_dtype), w.v.astype(jnp.float32)
+
+    def body(t, c):
+        s, o, carry = c
+        s, _ = step(s, w.k_hat[:, t], v32[:, t], w.decay[:, t], w.beta[:, t])
+        o = o.at[:, t].set(read(s, w.q[:, t]))
+        s = round_to(s, state_dtype)
+        return s, o, visit(t, s, carry)
+
+    o = jnp.zeros((s.shape[0], spec.width, spec.v_heads, spec.v_dim), jnp.float32)
+    if spec.width == 1:
+        _, o, carry = body(0, (s, o, carry))
+    else:
+        _, o, carry = lax.fori_loop(0, spec.width, body, (s, o, carry))
+    return o, carry
+
+
+def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
+    """Verify T_r tokens of each request: writes state rows slot * W + t, t < T_r, and returns o [T, HV, V]."""
+    layout, w = receipt.layout, window_inputs(spec, receipt, core)
+    source = read_index(spec, layout.slots) * spec.width + receipt.offset
+    real = in_window(layout, spec.width)
+
+    def snapshot(t, s, ssm):
+        target = drop_index(spec, layout.slots, real[:, t]) * spec.width + t
+        return ssm.at[row, target].set(s.astype(ssm.dtype), mode="drop")
+
+    o, ssm = run_window(spec, state.ssm[row, source].astype(jnp.float32), w, state.ssm, snapshot)
+    return state.replace(ssm=ssm), to_rows(layout, store(o, w.v.dtype))
+
+
+def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
+    """Nothing but the accepted index moves, and that is common to all modes."""
+    return state
+
+
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+    """Move the accepted row of each slot to row 0."""
+    source = read_index(spec, slots)
+    rows = state.ssm[:, source * spec.width + state.accepted[source]]
+    return state.replace(ssm=state.ssm.at[:, drop_index(spec, slots) * spec.width].set(rows, mode="drop"))
+
+
+def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
+    """Canonical state [layers, HV, V, K] of one slot in ssm_dtype: its accepted row."""
+    return state.ssm[:, slot * spec.width + state.accepted[slot]]

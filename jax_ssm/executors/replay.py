@@ -1,0 +1,161 @@
+"""Mode "replay": one checkpoint, a bounded history of accepted records and a cursor; a rollback is a cursor that stays.
+
+Outputs come from the checkpoint and the corrected values d, without rebuilding the state (ReplaySSM, LightLLM PR 1585):
+    h_t(x) = S0 (P(0->t) x) + sum_j d_j <P(j->t) k^_j, x>,   d_t = beta_t (v_t - h_t(k^_t)),   o_t = h_t(q^_t)
+where j runs over live records and earlier window tokens and P(j->t) is the product of decays after j up to t. The
+checkpoint itself advances only by folding raw inputs through the recurrence.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ssm.acceptance import SSMForward
+from jax_ssm.executors import native
+from jax_ssm.executors.compact import put_records
+from jax_ssm.executors.recurrence import expand_heads, read, replay
+from jax_ssm.gates import CoreInputs, l2norm, store
+from jax_ssm.layout import DecodeLayout, to_rows
+from jax_ssm.spec import SSMSpec
+from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
+
+Array = jax.Array
+
+
+def live(spec: SSMSpec, cursor: Array) -> tuple[Array, Array]:
+    """(n, phase) of a cursor c = phase * 2L + n."""
+    return cursor % (2 * spec.history), cursor // (2 * spec.history)
+
+
+def set_cursors(state: ConvSSMState, target: Array, cursor) -> ConvSSMState:
+    """Set both cursors of the slots `target` (past the end: dropped)."""
+    h = state.extra
+    cursors = {name: getattr(h, name).at[target].set(cursor, mode="drop") for name in ("cursor", "forward_cursor")}
+    return state.replace(extra=h.replace(**cursors))
+
+
+def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
+    """Once per batch, for all layers: fold the rows whose window does not fit, flip them, publish the forward cursor.
+
+    A row folds iff T_r > 0 and n + T_r > L. Folding rows are compacted into a work list, so a round without folds
+    touches no state.
+    """
+    slots = read_index(spec, layout.slots)
+    cursor = state.extra.cursor[slots]
+    n, phase = live(spec, cursor)
+    fold = (layout.verify_len > 0) & (n + layout.verify_len > spec.history)
+    state = fold_slots(spec, state, layout.slots, fold)
+    cursor = jnp.where(fold, (1 - phase) * 2 * spec.history, cursor)
+    target = drop_index(spec, layout.slots, layout.verify_len > 0)
+    return set_cursors(state, target, cursor)
+
+
+def fold_slots(spec: SSMSpec, state: ConvSSMState, slots: Array, fold: Array) -> ConvSSMState:
+    """Write the canonical state of the slots [N] where `fold` [N] into their checkpoints; cursors do not move."""
+    order = jnp.argsort(~fold, stable=True)
+    source = read_index(spec, slots)
+
+    def one(i, ssm):
+        slot = source[order[i]]
+        s = materialize(spec, state.replace(ssm=ssm), slot)
+        return lax.dynamic_update_slice(ssm, s[:, None], (0, slot, 0, 0, 0))
+
+    return state.replace(ssm=lax.fori_loop(0, jnp.sum(fold), one, state.ssm))
+
+
+def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
+    """Canonical state [layers, HV, V, K] of one slot in ssm_dtype: its checkpoint advanced by its live raw records."""
+    h = state.extra
+    n, phase = live(spec, h.cursor[slot])
+    k, v, decay, beta = (_half(spec, pool[:, slot], phase, axis=2) for pool in (h.k, h.v, h.decay, h.beta))
+    s = state.ssm[:, slot].astype(jnp.float32)
+    s = replay(s, expand_heads(k, spec.v_heads, 1), v, decay, beta, n, dtype(spec.ssm_dtype), round_each=False)
+    return s.astype(state.ssm.dtype)
+
+
+def _half(spec: SSMSpec, x: Array, phase: Array, axis: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, phase * spec.history, spec.history, axis=axis)
+
+
+def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
+    """Verify: outputs o [T, HV, V] from checkpoint and history; writes T_r uncommitted records, moves no cursor."""
+    layout, w, h = receipt.layout, native.window_inputs(spec, receipt, core), state.extra
+    slots = read_index(spec, layout.slots)
+    n, phase = live(spec, h.forward_cursor[slots])
+    s = state.ssm[row, slots].astype(jnp.float32)
+
+    # live records, masked as they are loaded: what lies beyond the cursor may be anything, NaN included
+    position = jnp.arange(spec.history)
+    used = (position < n[:, None])[:, None, :]
+    at = (phase[:, None] * spec.history + position)[:, None, :]
+
+    def records(pool, fill):
+        x = pool[row, slots[:, None, None], jnp.arange(pool.shape[2])[:, None], at]
+        return jnp.where(used if x.ndim == 3 else used[..., None], x.astype(jnp.float32), fill)
+
+    keys = expand_heads(l2norm(records(h.k, 0)), spec.v_heads, 1)  # [R, HV, L, K]
+    d_old, decay_old = records(h.d, 0), records(h.decay, 1)
+    after, whole = _products_after(decay_old)
+
+    o, d = _window(spec, s, keys * after, d_old, whole, w)
+    pools, values = (h.k, h.v, h.d, h.decay, h.beta), (w.k, w.v, d, w.decay, w.beta)
+    write = phase[:, None] * spec.history + n[:, None] + jnp.arange(spec.width)
+    k, v, d, decay, beta = put_records(spec, layout, row, write, pools, values)
+    history = h.replace(k=k, v=v, d=d, decay=decay, beta=beta)
+    return state.replace(extra=history), to_rows(layout, store(o, w.v.dtype))
+
+
+def _products_after(decay: Array) -> tuple[Array, Array]:
+    """decay [.., N, G] -> products of the decays of all later records [.., N, G], and of all records [.., G]."""
+    inclusive = lax.cumprod(decay, axis=decay.ndim - 2, reverse=True)
+    later = jnp.concatenate([inclusive[..., 1:, :], jnp.ones_like(decay[..., :1, :])], axis=-2)
+    return later, inclusive[..., 0, :]
+
+
+def _window(spec: SSMSpec, s: Array, keys: Array, d_old: Array, whole: Array, w: CoreInputs) -> tuple[Array, Array]:
+    """Outputs and corrected values of a window: o, d [R, W, HV, V] fp32, token by token (forward substitution).
+
+    s [R, HV, V, K] the checkpoint; keys [R, HV, L, K] decayed to the start of the window; d_old [R, HV, L, V];
+    whole [R, HV, G] the decay since the checkpoint.
+    Every token decays the keys of the window tokens before it, so only forward products occur.
+    """
+    r, width, heads = w.beta.shape
+    fresh_keys = jnp.zeros((r, heads, width, spec.k_dim), jnp.float32)
+    fresh_d = jnp.zeros((r, heads, width, spec.v_dim), jnp.float32)
+    passed = jnp.ones((r, heads, spec.gates), jnp.float32)  # product of decays since the window began
+    v32 = w.v.astype(jnp.float32)
+
+    def project(x, passed, fresh_keys, fresh_d):
+        old = read(keys, passed * x)  # [R, HV, L]
+        new = read(fresh_keys, x)  # [R, HV, W]
+        return read(s, whole * passed * x) + jnp.sum(d_old * old[..., None], axis=2) + jnp.sum(fresh_d * new[..., None], axis=2)
+
+    def body(t, carry):
+        passed, fresh_keys, fresh_d, o = carry
+        passed = passed * w.decay[:, t]
+        fresh_keys = fresh_keys * w.decay[:, t][:, :, None, :]
+        d = (v32[:, t] - project(w.k_hat[:, t], passed, fresh_keys, fresh_d)) * w.beta[:, t][..., None]
+        fresh_keys = fresh_keys.at[:, :, t].set(w.k_hat[:, t])
+        fresh_d = fresh_d.at[:, :, t].set(d)
+        return passed, fresh_keys, fresh_d, o.at[:, t].set(project(w.q[:, t], passed, fresh_keys, fresh_d))
+
+    carry = (passed, fresh_keys, fresh_d, jnp.zeros((r, width, heads, spec.v_dim), jnp.float32))
+    carry = body(0, carry) if width == 1 else lax.fori_loop(0, width, body, carry)
+    return carry[3], jnp.moveaxis(carry[2], 1, 2)
+
+
+def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
+    """The cursor moves by the accepted length; no array traffic."""
+    cursor = state.extra.cursor
+    for receipt, lengths in pairs:
+        cursor = cursor.at[drop_index(spec, receipt.layout.slots, lengths > 0)].add(lengths, mode="drop")
+    return state.replace(extra=state.extra.replace(cursor=cursor))
+
+
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+    """Fold the live records of each slot into its checkpoint and set its cursors to 0."""
+    pending = live(spec, state.extra.cursor[read_index(spec, slots)])[0] > 0
+    state = fold_slots(spec, state, slots, pending)
+    return set_cursors(state, drop_index(spec, slots), 0)

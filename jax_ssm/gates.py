@@ -1,0 +1,91 @@
+"""The prologue: query/key normalisation and gates, in fp32, from raw activations. One norm, one gate function.
+
+Formulas (Gated DeltaNet, arXiv:2412.06464; Kimi Delta Attention, arXiv:2510.26692):
+    k^ = k * rsqrt(sum k^2 + 1e-6)          q^ = q * rsqrt(sum q^2 + 1e-6) * K^-0.5
+    g  = -exp(A_log) * softplus(a + dt_bias)                      GDN per value head, KDA per key channel
+    g  = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))        KDA with a bounded gate
+    decay = exp(g), beta = sigmoid(b)
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ssm.spec import L2NORM_EPS, SOFTPLUS_THRESHOLD, SSMSpec
+from jax_ssm.state import pytree
+
+Array = jax.Array
+
+# exp() of it is still finite, so a huge A_log is a clean reset (decay 0) and never inf * 0
+MAX_A_LOG = 88.0
+
+
+@pytree()
+class LinearInputs:
+    """Inputs of one layer after the convolution: q [.., H, K], k [.., KH, K], v [.., HV, V] in the activation dtype;
+    a [.., HV] (GDN) or [.., HV*K] (KDA) and b [.., HV] gate logits; A_log [HV], dt_bias [HV] or [HV*K] parameters."""
+
+    q: Array
+    k: Array
+    v: Array
+    a: Array
+    b: Array
+    A_log: Array
+    dt_bias: Array
+
+
+@pytree()
+class CoreInputs:
+    """What the recurrence reads, all fp32 except the raw k and v that become records:
+    q [.., H, K] normalised and scaled, k_hat [.., KH, K] normalised, decay [.., HV, G], beta [.., HV]."""
+
+    q: Array
+    k_hat: Array
+    decay: Array
+    beta: Array
+    k: Array
+    v: Array
+
+
+def round_to(x: Array, dtype) -> Array:
+    """Round fp32 values to `dtype`, kept as fp32. XLA may drop a pair of converts, never a reduce_precision."""
+    x = x.astype(jnp.float32)
+    return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
+
+
+def store(x: Array, dtype) -> Array:
+    """Round once and store as `dtype`."""
+    return round_to(x, dtype).astype(dtype)
+
+
+def l2norm(x: Array) -> Array:
+    """x * rsqrt(sum(x^2) + 1e-6) over the last axis, in fp32; a zero row stays zero. Prefill, verify and fold share it."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2NORM_EPS)
+
+
+def log_decay(spec: SSMSpec, a: Array, A_log: Array, dt_bias: Array) -> Array:
+    """g [.., HV, G] <= 0 from the gate logits; softplus is linear above 20."""
+    x = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
+    x = x.reshape(a.shape[:-1] + (spec.v_heads, spec.gates))
+    rate = jnp.exp(jnp.minimum(A_log.astype(jnp.float32), MAX_A_LOG))[:, None]
+    if spec.lower_bound is not None:
+        return spec.lower_bound * jax.nn.sigmoid(rate * x)
+    softplus = jnp.where(x > SOFTPLUS_THRESHOLD, x, jnp.log1p(jnp.exp(jnp.minimum(x, SOFTPLUS_THRESHOLD))))
+    return -rate * softplus
+
+
+def prologue(spec: SSMSpec, inputs: LinearInputs) -> CoreInputs:
+    """Everything the core reads, from the raw inputs. beta is the fp32 sigmoid of the widened logit."""
+    act = inputs.k.dtype
+    k, v, q = (round_to(x, act) for x in (inputs.k, inputs.v, inputs.q))
+    return CoreInputs(
+        q=l2norm(q) * spec.scale,
+        k_hat=l2norm(k),
+        decay=jnp.exp(log_decay(spec, inputs.a, inputs.A_log, inputs.dt_bias)),
+        beta=jax.nn.sigmoid(inputs.b.astype(jnp.float32)),
+        k=k.astype(act),
+        v=v.astype(act),
+    )

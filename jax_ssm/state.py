@@ -1,0 +1,171 @@
+"""The persistent state as pytrees: allocation, clearing, and how a slot id addresses a pool.
+
+Every leaf has a slot axis, so clearing a slot needs no list of fields. Slot ids that are not live (HOLD, or anything
+out of range inside a jitted call) are sent to an index past the end and dropped; nothing wraps, nothing clamps onto
+a live slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ssm.spec import SSMSpec, state_bytes
+
+__all__ = ["CompactWindow", "ReplayHistory", "ConvSSMState", "dtype", "init_state", "clear", "state_bytes"]
+
+Array = jax.Array
+
+
+def dtype(name: str):
+    """jnp dtype of "fp32" or "bf16"."""
+    return {"fp32": jnp.float32, "bf16": jnp.bfloat16}[name]
+
+
+def pytree(*static: str):
+    """Class decorator: a frozen dataclass registered as a pytree whose fields named in `static` are metadata.
+
+    Instances get `replace(**fields)`, a copy with some fields exchanged.
+    """
+
+    def register(cls):
+        cls.replace = replace
+        cls = dataclass(frozen=True)(cls)
+        fields = [f for f in cls.__dataclass_fields__ if f not in static]
+        return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=list(static))
+
+    return register
+
+
+@pytree()
+class CompactWindow:
+    """Raw inputs of the current verify window (mode "compact"); nothing here outlives one round.
+
+    k [layers, S, KH, W, K] and v [layers, S, HV, W, V] in the activation dtype,
+    decay [layers, S, HV, W, G] and beta [layers, S, HV, W] fp32.
+    """
+
+    k: Array
+    v: Array
+    decay: Array
+    beta: Array
+
+
+@pytree()
+class ReplayHistory:
+    """Records of accepted tokens since the checkpoint, in two halves of L, and their cursors (mode "replay").
+
+    k [layers, S, KH, 2L, K] and v [layers, S, HV, 2L, V] raw, activation dtype; d [layers, S, HV, 2L, V] the corrected
+    value, decay [layers, S, HV, 2L, G] = exp(g), beta [layers, S, HV, 2L], all fp32.
+    cursor [S] int32 = phase * 2L + n: half `phase` is live and holds n records. forward_cursor [S] is the copy that the
+    forward of this round reads, so accept may run before or after it.
+    """
+
+    k: Array
+    v: Array
+    d: Array
+    decay: Array
+    beta: Array
+    cursor: Array
+    forward_cursor: Array
+
+
+@pytree()
+class ConvSSMState:
+    """Everything that a group of linear-attention layers keeps between rounds.
+
+    ssm [layers, S * rows_per_slot, HV, V, K] in ssm_dtype, K contiguous; native keeps W rows a slot, row
+    `slot * W + t` after token t. conv [layers, S, C, window] raw convolution inputs. accepted [S] int32: accepted
+    length of the last round minus one, the offset of the valid native row and convolution window.
+    extra: None (native), CompactWindow or ReplayHistory.
+    """
+
+    ssm: Array
+    conv: Array
+    accepted: Array
+    extra: CompactWindow | ReplayHistory | None
+
+
+def init_state(spec: SSMSpec) -> ConvSSMState:
+    """Allocate the state of `spec`: all zero, HOLD and cursors included. Bytes: `state_bytes(spec)` plus HOLD."""
+    act, layers, s, heads = dtype(spec.act_dtype), spec.layers, spec.slots, spec.v_heads
+
+    def records(length: int):
+        return (
+            jnp.zeros((layers, s, spec.k_heads, length, spec.k_dim), act),
+            jnp.zeros((layers, s, heads, length, spec.v_dim), act),
+            jnp.zeros((layers, s, heads, length, spec.gates), jnp.float32),
+            jnp.zeros((layers, s, heads, length), jnp.float32),
+        )
+
+    extra = None
+    if spec.mode == "compact":
+        extra = CompactWindow(*records(spec.width))
+    elif spec.mode == "replay":
+        k, v, decay, beta = records(2 * spec.history)
+        d = jnp.zeros(v.shape, jnp.float32)
+        extra = ReplayHistory(k, v, d, decay, beta, jnp.zeros(s, jnp.int32), jnp.zeros(s, jnp.int32))
+    return ConvSSMState(
+        ssm=jnp.zeros((layers, s * spec.rows_per_slot, heads, spec.v_dim, spec.k_dim), dtype(spec.ssm_dtype)),
+        conv=jnp.zeros((layers, s, spec.channels, spec.window), act),
+        accepted=jnp.zeros(s, jnp.int32),
+        extra=extra,
+    )
+
+
+def concrete(x) -> np.ndarray | None:
+    """Value of `x` on the host, or None when it is traced and cannot be looked at."""
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def check_slots(spec: SSMSpec, slots, n=None) -> None:
+    """Raise ValueError unless the first n `slots` are distinct ids in 0..HOLD-1. Traced ids are not looked at."""
+    ids, n = concrete(slots), concrete(len(slots) if n is None else n)
+    if ids is None or n is None:
+        return
+    ids = ids[: int(n)]
+    bad = ids[(ids < 0) | (ids >= spec.hold)]
+    if bad.size:
+        raise ValueError(f"slots={ids.tolist()} contains {bad.tolist()}: allowed are 0..{spec.hold - 1} ({spec.hold} is HOLD)")
+    if len(set(ids.tolist())) != ids.size:
+        raise ValueError(f"slots={ids.tolist()} repeats an id: slots of one call must be distinct")
+
+
+def drop_index(spec: SSMSpec, slots: Array, keep: Array | bool = True) -> Array:
+    """Slot ids for a scatter with mode="drop": live ids that are kept, and S (past the end) for all others."""
+    return jnp.where(keep & (slots >= 0) & (slots < spec.hold), slots, spec.slots).astype(jnp.int32)
+
+
+def read_index(spec: SSMSpec, slots: Array) -> Array:
+    """Slot ids for a gather: live ids, and HOLD for all others."""
+    return jnp.where((slots >= 0) & (slots < spec.hold), slots, spec.hold).astype(jnp.int32)
+
+
+def map_slots(spec: SSMSpec, state: ConvSSMState, fn) -> ConvSSMState:
+    """Apply `fn(leaf, slot_axis, rows_per_slot)` to every leaf; the one place that knows where slot axes are."""
+
+    def leaf(path, x):
+        if x.ndim == 1:
+            return fn(x, 0, 1)
+        return fn(x, 1, spec.rows_per_slot if path[0].name == "ssm" else 1)
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+def clear(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+    """Zero everything that the slots [N] own: state rows, convolution window, records, cursors, accepted index.
+
+    Called on allocation and on reuse. Donate `state`. Ids outside 0..HOLD-1 raise ValueError, or are dropped when
+    traced.
+    """
+    check_slots(spec, slots)
+    index = drop_index(spec, jnp.asarray(slots, jnp.int32))
+
+    def zero(x, axis, rows):
+        at = (index[:, None] * rows + jnp.arange(rows)).reshape(-1)
+        return x.at[(slice(None),) * axis + (at,)].set(jnp.zeros((), x.dtype), mode="drop")
+
+    return map_slots(spec, state, zero)

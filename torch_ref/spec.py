@@ -1,0 +1,1 @@
+../jax_ssm/spec.py
