@@ -1,20 +1,45 @@
-"""jax_ssm: recurrent-state storage and inference for GDN and KDA layers, as pytrees through jitted steps."""
+"""jax_ssm: recurrent-state storage and inference for GDN and KDA layers, as pytrees through jitted steps.
 
-from jax_ssm.acceptance import Ledger, SSMForward, StateAcceptance, check_acceptance
-from jax_ssm.conv import conv_forward, conv_prefill
-from jax_ssm.executors import accept, commit, forward, forward_core, merge, prepare, snapshot
-from jax_ssm.gates import CoreInputs, LinearInputs, prologue
-from jax_ssm.layout import DecodeLayout, build_layout
-from jax_ssm.pages import Pages, export_into, init_pages, restore
-from jax_ssm.prefill import prefill
-from jax_ssm.spec import KernelConfig, SSMSpec, page_bytes, seed_layout_bytes, state_bytes
-from jax_ssm.state import CompactWindow, ConvSSMState, ReplayHistory, clear, init_state
+The public names load on first use, so that `import jax_ssm.spec` and `jax-ssm bytes` do not import jax.
+"""
+
+import importlib
+import sys
+import types
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CompactWindow", "ConvSSMState", "CoreInputs", "DecodeLayout", "KernelConfig", "Ledger", "LinearInputs", "Pages",
-    "ReplayHistory", "SSMForward", "SSMSpec", "StateAcceptance", "accept", "build_layout", "check_acceptance", "clear",
-    "commit", "conv_forward", "conv_prefill", "export_into", "forward", "forward_core", "init_pages", "init_state",
-    "merge", "page_bytes", "prefill", "prepare", "prologue", "restore", "seed_layout_bytes", "snapshot", "state_bytes",
-]  # fmt: skip
+_HOMES = {
+    "acceptance": ("Ledger", "SSMForward", "StateAcceptance", "check_acceptance"),
+    "conv": ("conv_forward", "conv_prefill"),
+    "executors": ("accept", "commit", "forward", "forward_core", "merge", "prepare", "snapshot"),
+    "gates": ("CoreInputs", "LinearInputs", "prologue"),
+    "layout": ("DecodeLayout", "build_layout"),
+    "pages": ("Pages", "export_into", "init_pages", "restore"),
+    "prefill": ("prefill",),
+    "spec": ("KernelConfig", "SSMSpec", "page_bytes", "seed_layout_bytes", "state_bytes"),
+    "state": ("CompactWindow", "ConvSSMState", "ReplayHistory", "clear", "init_state"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+class _Package(types.ModuleType):
+    """The package object: `jax_ssm.prefill` is the verb, also after the import system bound the file of that name."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value.prefill if name == "prefill" and isinstance(value, types.ModuleType) else value)
+
+    def __getattr__(self, name):
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self):
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
