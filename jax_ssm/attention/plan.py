@@ -1,0 +1,95 @@
+"""Planning and arithmetic of attention over a stored sequence, shared by every KV layout (dense, latent, packed).
+
+Keys and values are visited in blocks with a running maximum and sum (online softmax, arXiv:1805.02867), so the work is
+proportional to the longest live sequence and never to max_len, and the only temporary is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ssm.gates import store
+
+Array = jax.Array
+
+BLOCK_BYTES = 1 << 20
+MAX_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """block: positions visited at once; blocks: how many cover max_len. Independent of the batch, so that a row's
+    result does not depend on its bucket."""
+
+    block: int
+    blocks: int
+
+
+def plan_decode(max_len: int, position_bytes: int) -> DecodePlan:
+    """Plan for a layout that keeps `max_len` positions of `position_bytes` bytes a layer and request."""
+    block = MAX_BLOCK
+    while block > 16 and block * position_bytes > BLOCK_BYTES:
+        block //= 2
+    block = min(block, max_len)
+    return DecodePlan(block, -(-max_len // block))
+
+
+def blocks_needed(plan: DecodePlan, positions: Array) -> Array:
+    """[] int32: blocks that hold every position up to the largest of `positions`; negative ones need none."""
+    return jnp.clip(jnp.max(positions) // plan.block + 1, 0, plan.blocks).astype(jnp.int32)
+
+
+def attend(
+    plan: DecodePlan,
+    blocks: Array | int,
+    q: Array,
+    load: Callable[[Array], tuple[Array, Array]],
+    visible: Callable[[Array], Array],
+    scale: float,
+) -> Array:
+    """Softmax attention of q [R, N, heads, Dk] over the first `blocks` blocks; returns [R, N, heads, Dv] in q's dtype.
+
+    load(at [n]) -> keys [R, n, KVH, Dk], values [R, n, KVH, Dv] at these positions. visible(at [n]) -> [R, N, n] bool.
+    Scores, softmax and sums are fp32. A query that sees nothing gives exactly zero. Keys and values that no query of
+    their row sees may hold anything, NaN included.
+    """
+    r, n, heads, dk = q.shape
+    at = jnp.arange(plan.block, dtype=jnp.int32)
+    kv_heads, dv = (lambda v: (v.shape[2], v.shape[3]))(jax.eval_shape(load, at)[1])
+    q_grouped = q.reshape(r, n, kv_heads, heads // kv_heads, dk)
+
+    def body(i, carry):
+        top, total, acc = carry
+        here = i * plan.block + at
+        k, v = load(here)
+        seen = visible(here)  # [R, N, n]
+        v = jnp.where(jnp.any(seen, axis=1)[..., None, None], v, jnp.zeros((), v.dtype))
+        scores = _dot("rnhgd,rphd->rhgnp", q_grouped, k) * scale
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+        # a query that has seen nothing yet has top = -inf; any finite reference makes its weights exp(-inf) = 0
+        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights = jnp.exp(scores - shift[..., None])
+        keep = jnp.exp(top - shift)
+        total = total * keep + jnp.sum(weights, axis=-1)
+        acc = acc * keep[..., None] + _dot("rhgnp,rphd->rhgnd", weights, v)
+        return new_top, total, acc
+
+    shape = (r, kv_heads, heads // kv_heads, n)
+    carry = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape + (dv,))
+    _, total, acc = body(0, carry) if plan.blocks == 1 else lax.fori_loop(0, blocks, body, carry)
+    any_seen = total[..., None] != 0
+    o = jnp.where(any_seen, acc / jnp.where(any_seen, total[..., None], 1.0), 0.0)
+    return store(jnp.moveaxis(o, 3, 1).reshape(r, n, heads, dv), q.dtype)
+
+
+def _dot(equation: str, a: Array, b: Array) -> Array:
+    """Contraction with fp32 products and sums."""
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

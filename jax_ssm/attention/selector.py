@@ -1,0 +1,101 @@
+"""Which backend computes a layer group, and why: a pure function of spec, capability and constraints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_ssm.attention.spec import LayerSpec
+
+
+class BackendError(RuntimeError):
+    """No backend fits; the message lists every candidate with its reason."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a machine can do. platform: "cpu", "gpu", ..; device_kind: its name; features: installed kernel packages that
+    work there, e.g. {"pallas", "triton"}."""
+
+    platform: str
+    device_kind: str = ""
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the caller insists on. implementation: a backend by name, or None. require: properties that the backend must
+    have, e.g. {"exact_bits"}: outputs and state equal to the bit across frameworks."""
+
+    implementation: str | None = None
+    require: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """backend: who computes; reasons: (candidate, why it was refused or chosen), in the order of the candidates."""
+
+    backend: str
+    reasons: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend, what it can compute and what it promises. feature: what must be installed, None for nothing."""
+
+    name: str
+    kinds: tuple[str, ...]
+    platforms: tuple[str, ...] | None
+    feature: str | None
+    properties: frozenset[str] = frozenset()
+    power_of_two: bool = False
+
+
+CANDIDATES = (
+    Candidate("pallas", ("gdn", "kda"), ("gpu",), "pallas", frozenset({"exact_bits"}), power_of_two=True),
+    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", frozenset({"exact_bits"}), power_of_two=True),
+    Candidate("xla", ("gdn", "kda", "full"), None, None),
+)
+
+
+def select_backend(spec: LayerSpec, capability: Capability, constraints: Constraints = Constraints()) -> Selection:
+    """The first candidate that fits. Raises BackendError, listing all of them, when none does; a backend asked for by
+    name is taken or refused, never replaced."""
+    reasons = []
+    for candidate in CANDIDATES:
+        reason = _refusal(candidate, spec, capability, constraints)
+        reasons.append((candidate.name, reason or "chosen"))
+        if reason is None:
+            return Selection(candidate.name, tuple(reasons))
+    names = [candidate.name for candidate in CANDIDATES]
+    wanted = "" if constraints.implementation is None else f"implementation={constraints.implementation!r} cannot run: "
+    if constraints.implementation not in (None, *names):
+        wanted = f"implementation={constraints.implementation!r} is unknown, allowed are {names}: "
+    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons)
+    raise BackendError(f"{wanted}no backend for kind {spec.kind!r} (group {spec.group_id!r}). {listed}")
+
+
+def _refusal(candidate: Candidate, spec: LayerSpec, capability: Capability, constraints: Constraints) -> str | None:
+    """Why a candidate cannot serve, or None."""
+    if constraints.implementation not in (None, candidate.name):
+        return f"{constraints.implementation!r} was asked for by name"
+    if spec.kind not in candidate.kinds:
+        return f"has no kernel for kind {spec.kind!r}"
+    if candidate.platforms is not None and capability.platform not in candidate.platforms:
+        return f"needs platform {' or '.join(candidate.platforms)}, this is {capability.platform!r}"
+    if candidate.feature is not None and candidate.feature not in capability.features:
+        return f"{candidate.feature} kernels are not available in this installation"
+    if candidate.power_of_two:
+        for name in ("k_dim", "v_dim"):
+            value = getattr(spec.ssm, name)
+            if value & (value - 1):
+                return f"{name}={value} is not a power of two"
+    missing = sorted(constraints.require - candidate.properties)
+    return f"does not provide {', '.join(missing)}" if missing else None
+
+
+def describe(spec: LayerSpec, selection: Selection, capability: Capability) -> str:
+    """One line for people: what runs a group, where, and why the candidates before it do not."""
+    refused = [f"{name} {reason}" for name, reason in selection.reasons if name != selection.backend]
+    where = f"{capability.platform} ({capability.device_kind})" if capability.device_kind else capability.platform
+    why = f"; {'; '.join(refused)}" if refused else ""
+    return f"{spec.group_id}: {selection.backend} on {where}{why}"
