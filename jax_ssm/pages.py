@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_ssm.conv import canonical_window
+from jax_ssm.executors import MODES
 from jax_ssm.executors import replay as replay_mode
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
@@ -35,58 +38,77 @@ def init_pages(spec: SSMSpec, pages: int) -> Pages:
 
 
 def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> Pages:
-    """Write the canonical state of the first n of slots [N] into pages page_ids [N]; one request at a time.
+    """Write the canonical state of the first n of slots [N] into pages page_ids [N].
 
-    Donate `pages`: nothing of the size of a batch is allocated. The state is unchanged; replay folds its live records
-    on the way, with the recurrence of every other fold. Requests whose slot is not live or whose page id is out of range
-    are dropped. Legal only between an accept and the next prepare.
+    Donate `pages`: temporary memory is a few kilobytes at most, whatever the batch. The state is unchanged; replay folds
+    its live records on the way, by the recurrence of every other fold. Requests whose slot is not live or whose page id
+    is out of range are dropped. Legal only between an accept and the next prepare.
     """
     slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
-    total = pages.ssm.shape[0]
-    valid = (slots >= 0) & (slots < spec.hold) & (page_ids >= 0) & (page_ids < total)
+    n = jnp.minimum(n, slots.shape[0])
+
+    def where(i):
+        slot, page = slots[i], page_ids[i]
+        live = (slot >= 0) & (slot < spec.hold) & (page >= 0) & (page < pages.ssm.shape[0])
+        return jnp.where(live, slot, 0), jnp.where(live, page, 0), live
+
+    def write(pool, value, page):
+        return lax.dynamic_update_slice(pool, value[None], (page,) + (0,) * (pool.ndim - 1))
 
     def one(i, pages):
-        return lax.cond(valid[i], lambda p: _export_one(spec, state, p, page_ids[i], slots[i]), lambda p: p, pages)
+        slot, page, live = where(i)
+        tied, _ = lax.optimization_barrier((state, i))  # see _fold_rows
 
-    return lax.fori_loop(0, jnp.minimum(n, slots.shape[0]), one, pages)
+        def copy(pages):
+            pages = pages.replace(conv=write(pages.conv, canonical_window(spec, tied, slot), page))
+            if spec.mode == "replay":
+                return pages
+            return pages.replace(ssm=write(pages.ssm, MODES[spec.mode].materialize(spec, tied, slot), page))
+
+        return lax.cond(live, copy, lambda pages: pages, pages)
+
+    pages = lax.fori_loop(0, n, one, pages)
+    return pages.replace(ssm=_fold_rows(spec, state, pages.ssm, n, where)) if spec.mode == "replay" else pages
 
 
-def _export_one(spec: SSMSpec, state: ConvSSMState, pages: Pages, page: Array, slot: Array) -> Pages:
-    conv = lax.dynamic_update_slice(pages.conv, canonical_window(spec, state, slot)[None], (page, 0, 0, 0))
-    if spec.mode == "replay":
-        ssm = _fold_into(spec, state, pages.ssm, page, slot)
-    else:
-        row = slot if spec.mode == "compact" else slot * spec.width + state.accepted[slot]
-        ssm = lax.dynamic_slice_in_dim(state.ssm, row, 1, axis=1)
-        ssm = lax.dynamic_update_slice(pages.ssm, ssm.swapaxes(0, 1), (page, 0, 0, 0, 0))
-    return Pages(ssm, conv)
+def _fold_rows(spec: SSMSpec, state: ConvSSMState, ssm: Array, n: Array, where) -> Array:
+    """Fold the slots of `export_into` straight into their pages, a few state rows [rows, K] at a time.
 
-
-def _fold_into(spec: SSMSpec, state: ConvSSMState, ssm: Array, page: Array, slot: Array) -> Array:
-    """Fold one slot straight into its page, a few state rows [rows, K] at a time: the rows of V are independent, so
-    the only temporary is that tile."""
+    The rows of V are independent, so one fp32 tile is all the memory this takes.
+    """
     h = state.extra
-    n, phase = replay_mode.live(spec, h.cursor[slot])
-    rows = max(1, min(spec.v_dim, 128 // spec.k_dim))
-    rows = next(r for r in range(rows, 0, -1) if spec.v_dim % r == 0)
-    tiles = spec.v_dim // rows
+    rows = next(r for r in range(max(1, min(spec.v_dim, 128 // spec.k_dim)), 0, -1) if spec.v_dim % r == 0)
+    sizes = (spec.layers, spec.v_heads, spec.v_dim // rows)
+    tiles = math.prod(sizes)
     group = spec.v_heads // spec.k_heads
 
-    def tile(i, ssm):
-        layer, head, v0 = i // (spec.v_heads * tiles), i // tiles % spec.v_heads, i % tiles * rows
-        s = lax.dynamic_slice(state.ssm, (layer, slot, head, v0, 0), (1, 1, 1, rows, spec.k_dim))[0, 0, 0]
+    def body(carry):
+        # one loop over (tile, record): i counts tiles of all requests, t the records of a tile
+        i, t, s, ssm = carry
+        # tied to the loop counter, or XLA hoists widened copies of whole bf16 pools out of the loop
+        pool, k, v, decay, beta, _ = lax.optimization_barrier((state.ssm, h.k, h.v, h.decay, h.beta, t))
+        slot, page, live = where(i // tiles)
+        layer, head, v0 = jnp.unravel_index(i % tiles, sizes)
+        v0 = v0 * rows
+        records, phase = replay_mode.live(spec, h.cursor[slot])
 
-        def record(t, s):
-            at = phase * spec.history + t
-            k = l2norm(h.k[layer, slot, head // group, at])
-            v = lax.dynamic_slice(h.v, (layer, slot, head, at, v0), (1, 1, 1, 1, rows))[0, 0, 0, 0]
-            s, _ = step(s, k, v.astype(jnp.float32), h.decay[layer, slot, head, at], h.beta[layer, slot, head, at])
-            return s
+        def record(pool, head, size, last=0):
+            full = (layer, slot, head, phase * spec.history + t, last)[: pool.ndim]
+            return lax.dynamic_slice(pool, full, (1, 1, 1, 1, size)[: pool.ndim]).reshape(size).astype(jnp.float32)
 
-        s = lax.fori_loop(0, n, record, s.astype(jnp.float32))
-        return lax.dynamic_update_slice(ssm, store(s, ssm.dtype)[None, None, None], (page, layer, head, v0, 0))
+        start = lax.dynamic_slice(pool, (layer, slot, head, v0, 0), (1, 1, 1, rows, spec.k_dim))
+        s = jnp.where(t == 0, start.reshape(rows, spec.k_dim).astype(jnp.float32), s)
+        k_hat = l2norm(record(k, head // group, spec.k_dim))
+        new, _ = step(s, k_hat, record(v, head, rows, v0), record(decay, head, spec.gates), record(beta, head, 1)[0])
+        s = jnp.where(t < records, new, s)
+        tile = store(s, ssm.dtype)[None, None, None]
+        write = lambda x: lax.dynamic_update_slice(x, tile, (page, layer, head, v0, 0))  # noqa: E731
+        ssm = lax.cond(live, write, lambda x: x, ssm)
+        done = t + 1 >= records
+        return jnp.where(done, i + 1, i), jnp.where(done, 0, t + 1), s, ssm
 
-    return lax.fori_loop(0, spec.layers * spec.v_heads * tiles, tile, ssm)
+    zero = jnp.zeros((rows, spec.k_dim), jnp.float32)
+    return lax.while_loop(lambda c: c[0] < n * tiles, body, (jnp.int32(0), jnp.int32(0), zero, ssm))[3]
 
 
 def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> ConvSSMState:

@@ -29,40 +29,39 @@ def live(spec: SSMSpec, cursor: Array) -> tuple[Array, Array]:
     return cursor % (2 * spec.history), cursor // (2 * spec.history)
 
 
-def set_cursors(state: ConvSSMState, target: Array, cursor) -> ConvSSMState:
-    """Set both cursors of the slots `target` (past the end: dropped)."""
-    h = state.extra
-    cursors = {name: getattr(h, name).at[target].set(cursor, mode="drop") for name in ("cursor", "forward_cursor")}
-    return state.replace(extra=h.replace(**cursors))
-
-
 def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
     """Once per batch, for all layers: fold the rows whose window does not fit, flip them, publish the forward cursor.
 
-    A row folds iff T_r > 0 and n + T_r > L. Folding rows are compacted into a work list, so a round without folds
-    touches no state.
+    A row folds iff T_r > 0 and n + T_r > L; it continues in the other half, so the records it folded stay intact.
     """
-    slots = read_index(spec, layout.slots)
-    cursor = state.extra.cursor[slots]
+    cursor = state.extra.cursor[read_index(spec, layout.slots)]
     n, phase = live(spec, cursor)
     fold = (layout.verify_len > 0) & (n + layout.verify_len > spec.history)
-    state = fold_slots(spec, state, layout.slots, fold)
-    cursor = jnp.where(fold, (1 - phase) * 2 * spec.history, cursor)
+    state = fold_slots(spec, state, layout.slots, fold, (1 - phase) * 2 * spec.history)
+    h = state.extra
     target = drop_index(spec, layout.slots, layout.verify_len > 0)
-    return set_cursors(state, target, cursor)
+    published = h.forward_cursor.at[target].set(h.cursor[read_index(spec, layout.slots)], mode="drop")
+    return state.replace(extra=h.replace(forward_cursor=published))
 
 
-def fold_slots(spec: SSMSpec, state: ConvSSMState, slots: Array, fold: Array) -> ConvSSMState:
-    """Write the canonical state of the slots [N] where `fold` [N] into their checkpoints; cursors do not move."""
+def fold_slots(spec: SSMSpec, state: ConvSSMState, slots: Array, fold: Array, cursor: Array) -> ConvSSMState:
+    """Fold the slots [N] where `fold` [N]: the checkpoint takes in the live records, the cursor becomes `cursor` [N].
+
+    Folding rows form a work list, so a call without folds touches no state. The cursor moves inside the loop: whatever
+    writes records next reads it, hence comes after the fold, and XLA need not copy the history to keep both apart.
+    """
     order = jnp.argsort(~fold, stable=True)
     source = read_index(spec, slots)
 
-    def one(i, ssm):
+    def one(i, carry):
+        ssm, now = carry
         slot = source[order[i]]
         s = materialize(spec, state.replace(ssm=ssm), slot)
-        return lax.dynamic_update_slice(ssm, s[:, None], (0, slot, 0, 0, 0))
+        ssm = lax.dynamic_update_slice(ssm, s[:, None], (0, slot, 0, 0, 0))
+        return ssm, now.at[slot].set(cursor[order[i]])
 
-    return state.replace(ssm=lax.fori_loop(0, jnp.sum(fold), one, state.ssm))
+    ssm, now = lax.fori_loop(0, jnp.sum(fold), one, (state.ssm, state.extra.cursor))
+    return state.replace(ssm=ssm, extra=state.extra.replace(cursor=now))
 
 
 def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
@@ -84,25 +83,26 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: 
     layout, w, h = receipt.layout, native.window_inputs(spec, receipt, core), state.extra
     slots = read_index(spec, layout.slots)
     n, phase = live(spec, h.forward_cursor[slots])
-    s = state.ssm[row, slots].astype(jnp.float32)
+    write = phase[:, None] * spec.history + n[:, None] + jnp.arange(spec.width)
+
+    # raw records first: they lie beyond the live ones, and reading the written pools keeps the writes in place
+    pools, raw = (h.k, h.v, h.decay, h.beta), (w.k, w.v, w.decay, w.beta)
+    k, v, decay, beta = put_records(spec, layout, row, write, pools, raw)
 
     # live records, masked as they are loaded: what lies beyond the cursor may be anything, NaN included
     position = jnp.arange(spec.history)
-    used = (position < n[:, None])[:, None, :]
+    used = (position < n[:, None])[:, None, :, None]
     at = (phase[:, None] * spec.history + position)[:, None, :]
 
     def records(pool, fill):
         x = pool[row, slots[:, None, None], jnp.arange(pool.shape[2])[:, None], at]
-        return jnp.where(used if x.ndim == 3 else used[..., None], x.astype(jnp.float32), fill)
+        return jnp.where(used, x.astype(jnp.float32), fill)
 
-    keys = expand_heads(l2norm(records(h.k, 0)), spec.v_heads, 1)  # [R, HV, L, K]
-    d_old, decay_old = records(h.d, 0), records(h.decay, 1)
-    after, whole = _products_after(decay_old)
-
-    o, d = _window(spec, s, keys * after, d_old, whole, w)
-    pools, values = (h.k, h.v, h.d, h.decay, h.beta), (w.k, w.v, d, w.decay, w.beta)
-    write = phase[:, None] * spec.history + n[:, None] + jnp.arange(spec.width)
-    k, v, d, decay, beta = put_records(spec, layout, row, write, pools, values)
+    keys = expand_heads(l2norm(records(k, 0)), spec.v_heads, 1)  # [R, HV, L, K]
+    after, whole = _products_after(records(decay, 1))
+    s = state.ssm[row, slots].astype(jnp.float32)
+    o, d = _window(spec, s, keys * after, records(h.d, 0), whole, w)
+    (d,) = put_records(spec, layout, row, write, (h.d,), (d,))
     history = h.replace(k=k, v=v, d=d, decay=decay, beta=beta)
     return state.replace(extra=history), to_rows(layout, store(o, w.v.dtype))
 
@@ -157,5 +157,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
 def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
     """Fold the live records of each slot into its checkpoint and set its cursors to 0."""
     pending = live(spec, state.extra.cursor[read_index(spec, slots)])[0] > 0
-    state = fold_slots(spec, state, slots, pending)
-    return set_cursors(state, drop_index(spec, slots), 0)
+    state = fold_slots(spec, state, slots, pending, jnp.zeros_like(slots))
+    h, target = state.extra, drop_index(spec, slots)
+    cursors = {name: getattr(h, name).at[target].set(0, mode="drop") for name in ("cursor", "forward_cursor")}
+    return state.replace(extra=h.replace(**cursors))
