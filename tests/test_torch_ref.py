@@ -124,6 +124,25 @@ def test_canonical_sum_differs_from_the_library_sum():
     assert not torch.equal(ref.canonical_sum(p, 2), p.sum(-1))
 
 
+@pytest.mark.parametrize("rule,ssm,k_dim", [("gdn", "fp32", 16), ("gdn", "bf16", 128), ("kda", "fp32", 64), ("kda", "bf16", 4)])
+def test_R75_native_step_equals_a_scalar_emulation(rule, ssm, k_dim):
+    """R75, N16: decay first, then d = (v - h) * beta, then S + d k^, each operation rounded by itself."""
+    spec = make_spec(rule, "native", layers=1, slots=3, k_dim=k_dim, v_dim=3, width=1, ssm_dtype=ssm)
+    state, g = ref.init_state(spec), torch.Generator().manual_seed(5)
+    state.ssm[:, 1] = torch.randn(state.ssm[:, 1].shape, generator=g).to(state.ssm.dtype)
+    s0, core = state.ssm[0, 1].clone().float().numpy(), ref.prologue(spec, Tokens(spec, 1).take(0, [(1, 0)]))
+    state, receipt = ref.prepare(spec, state, ref.build_layout(spec, torch.tensor([1]), torch.tensor([0])))
+    state, o = ref.forward_core(spec, state, receipt, 0, core)
+    levels, c = ref.pair_levels(ssm, k_dim), {name: x[0].float().numpy() for name, x in vars(core).items()}
+    for head, i in product(range(spec.v_heads), range(spec.v_dim)):
+        k_hat, q = (c[n][head // (spec.v_heads // h)] for n, h in (("k_hat", spec.k_heads), ("q", spec.q_heads)))
+        s = s0[head, i] * c["decay"][head]
+        d = F(F(c["v"][head, i] - scalar_sum(s * k_hat, levels)) * c["beta"][head])
+        s = s + d * k_hat
+        assert torch.equal(o[0, head, i], torch.tensor(scalar_sum(s * q, levels)).to(o.dtype))
+        assert torch.equal(state.ssm[0, 1, head, i], torch.tensor(s).to(state.ssm.dtype))
+
+
 @pytest.mark.parametrize(
     "rule,ssm,length,k_dim,phase,n",
     [("gdn", "fp32", 4, 16, 0, 1), ("gdn", "bf16", 16, 32, 1, 13), ("kda", "fp32", 8, 64, 1, 3), ("kda", "bf16", 64, 16, 0, 0),
@@ -290,6 +309,22 @@ def test_R7_replay_rounds_the_state_only_at_folds(ssm):
     state, _ = play(spec, state, tokens, {7: 4}, {7: 1}, {7: 1})
     assert int(state.extra.cursor[7]) == 9
     assert torch.equal(state.ssm, merged.ssm)
+
+
+@pytest.mark.parametrize("rule", ("gdn", "kda"))
+def test_R7_bf16_fold_is_one_rounding_of_the_fp32_state(rule):
+    """R7, R79: the first fold into a bf16 checkpoint is native's fp32 state rounded once, not once per token."""
+    spec, exact = (make_spec(rule, mode, ssm_dtype=ssm, width=1) for mode, ssm in (("replay", "bf16"), ("native", "fp32")))
+    per_token = replace(exact, ssm_dtype="bf16")
+    # k_dim 4: the sums of 2 and of 3 pair levels over 4 values are the same sum, so only the rounding differs
+    spec, exact, per_token = (replace(x, k_dim=4) for x in (spec, exact, per_token))
+    tokens, states = Tokens(spec, 4), [ref.init_state(x) for x in (spec, exact, per_token)]
+    for t in range(4):
+        for i, x in enumerate((spec, exact, per_token)):
+            states[i], _ = play(x, states[i], tokens, {7: t}, {7: 1}, {7: 1}, use_conv=False)
+    folded, fp32, bf16 = (ref.snapshot(x, y, [7])[1] for x, y in zip((spec, exact, per_token), states, strict=True))
+    assert torch.equal(folded, fp32.bfloat16())
+    assert not torch.equal(folded, bf16)
 
 
 def test_R18_worked_example_of_the_cursor():
