@@ -124,11 +124,12 @@ def forward(
         q, k, v = (to_windows(spec, ctx.layout, x) for x in (q, k, v))
     slots = ctx.layout.slots if decode else ctx.chunk.slots
     state = write_kv(spec, state, row, slots, positions, k, v)
-    o = attend(
+    state, o = attend(
         ctx.plan,
         ctx.blocks,
         q,
-        load=lambda at: read_kv(spec, state, row, slots, at),
+        state,
+        load=lambda state, at: read_kv(spec, state, row, slots, at),
         visible=lambda at: at <= positions[..., None],
         scale=spec.softmax_scale,
     )

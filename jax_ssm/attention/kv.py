@@ -20,7 +20,7 @@ Array = jax.Array
 
 @pytree()
 class KVState:
-    """k, v [layers, S, max_len, KVH, D] in the spec's dtype; length [S] int32: committed tokens of each slot."""
+    """k, v [layers, S, max_len, KVH, D] in `storage(spec)`; length [S] int32: committed tokens of each slot."""
 
     k: Array
     v: Array
@@ -29,17 +29,34 @@ class KVState:
 
 @pytree()
 class KVPages:
-    """P exported slots: k, v [P, layers, max_len, KVH, D], zero beyond length [P] int32."""
+    """P exported slots: k, v [P, layers, max_len, KVH, D] in `storage(spec)`, zero beyond length [P] int32."""
 
     k: Array
     v: Array
     length: Array
 
 
+def storage(spec: KVSpec):
+    """dtype of the pools: fp32 as it is, bf16 as its bits in uint16. XLA for CPUs has no bf16 gather and scatter: around
+    each it would convert the whole pool to fp32 and back."""
+    return jnp.uint16 if spec.dtype == "bf16" else jnp.float32
+
+
+def as_stored(spec: KVSpec, x: Array) -> Array:
+    """Values rounded to the spec's dtype, in the form of the pools."""
+    x = store(x, dtype(spec.dtype))
+    return lax.bitcast_convert_type(x, jnp.uint16) if spec.dtype == "bf16" else x
+
+
+def as_values(spec: KVSpec, x: Array) -> Array:
+    """Entries of a pool as numbers in the spec's dtype."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if spec.dtype == "bf16" else x
+
+
 def init_kv(spec: KVSpec) -> KVState:
     """Allocate the state of `spec`, all zero. Bytes: `kv_bytes(spec)` plus HOLD."""
     shape = (spec.layers, spec.slots, spec.max_len, spec.kv_heads, spec.head_dim)
-    kind = dtype(spec.dtype)
+    kind = storage(spec)
     return KVState(jnp.zeros(shape, kind), jnp.zeros(shape, kind), jnp.zeros(spec.slots, jnp.int32))
 
 
@@ -76,7 +93,8 @@ def write_kv(spec: KVSpec, state: KVState, row, slots: Array, positions: Array, 
     keep = (positions >= 0) & (positions < spec.max_len)
     target = drop_index(spec, slots[:, None], keep)
     at = jnp.where(keep, positions, 0)
-    put = lambda pool, x: pool.at[row, target, at].set(store(x, pool.dtype), mode="drop")  # noqa: E731
+    k, v = (as_stored(spec, x) for x in (k, v))
+    put = lambda pool, x: pool.at[row, target, at].set(x, mode="drop")  # noqa: E731
     return state.replace(k=put(state.k, k), v=put(state.v, v))
 
 
@@ -84,7 +102,7 @@ def read_kv(spec: KVSpec, state: KVState, row, slots: Array, at: Array) -> tuple
     """Keys and values [R, n, KVH, D] of one layer at positions `at` [n]; whatever is stored there, so mask it."""
     source = read_index(spec, slots)[:, None]
     at = jnp.minimum(at, spec.max_len - 1)
-    return state.k[row, source, at], state.v[row, source, at]
+    return as_values(spec, state.k[row, source, at]), as_values(spec, state.v[row, source, at])
 
 
 def committed(spec: KVSpec, state: KVState, slots: Array) -> Array:
@@ -107,7 +125,7 @@ def accept_kv(spec: KVSpec, state: KVState, layout: DecodeLayout, lengths: Array
 def init_kv_pages(spec: KVSpec, pages: int) -> KVPages:
     """Allocate `pages` zero pages, each one slot of all layers."""
     shape = (pages, spec.layers, spec.max_len, spec.kv_heads, spec.head_dim)
-    kind = dtype(spec.dtype)
+    kind = storage(spec)
     return KVPages(jnp.zeros(shape, kind), jnp.zeros(shape, kind), jnp.zeros(pages, jnp.int32))
 
 

@@ -140,4 +140,4 @@ def begin_prefill(spec: LayerSpec, state: ConvSSMState, slots: Array) -> ConvSSM
     ids = concrete(slots)
     if ids is not None:
         slots = ids[ids != spec.ssm.hold]
-    return executors.merge(spec.ssm, state, slots)
+    return executors.merge(spec.ssm, state, slots) if slots.size else state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,25 +49,30 @@ def attend(
     plan: DecodePlan,
     blocks: Array | int,
     q: Array,
-    load: Callable[[Array], tuple[Array, Array]],
+    source: Any,
+    load: Callable[[Any, Array], tuple[Array, Array]],
     visible: Callable[[Array], Array],
     scale: float,
-) -> Array:
-    """Softmax attention of q [R, N, heads, Dk] over the first `blocks` blocks; returns [R, N, heads, Dv] in q's dtype.
+) -> tuple[Any, Array]:
+    """Softmax attention of q [R, N, heads, Dk] over the first `blocks` blocks; returns (source, o [R, N, heads, Dv]).
 
-    load(at [n]) -> keys [R, n, KVH, Dk], values [R, n, KVH, Dv] at these positions. visible(at [n]) -> [R, N, n] bool.
+    source: pytree that holds the stored sequence; go on with the returned one, it spares a copy when it is donated.
+    load(source, at [n]) -> keys [R, n, KVH, Dk], values [R, n, KVH, Dv] at these positions. visible(at [n]) -> [R, N, n]
+    bool. o has q's dtype.
     Scores, softmax and sums are fp32. A query that sees nothing gives exactly zero. Keys and values that no query of
     their row sees may hold anything, NaN included.
     """
     r, n, heads, dk = q.shape
     at = jnp.arange(plan.block, dtype=jnp.int32)
-    kv_heads, dv = (lambda v: (v.shape[2], v.shape[3]))(jax.eval_shape(load, at)[1])
+    kv_heads, dv = (lambda v: (v.shape[2], v.shape[3]))(jax.eval_shape(load, source, at)[1])
     q_grouped = q.reshape(r, n, kv_heads, heads // kv_heads, dk)
 
     def body(i, carry):
-        top, total, acc = carry
+        source, top, total, acc = carry
         here = i * plan.block + at
-        k, v = load(here)
+        # read through a barrier, the stored sequence looks changed by the loop; as a constant of the loop XLA would copy it
+        source = lax.optimization_barrier(source)
+        k, v = load(source, here)
         seen = visible(here)  # [R, N, n]
         v = jnp.where(jnp.any(seen, axis=1)[..., None, None], v, jnp.zeros((), v.dtype))
         scores = _dot("rnhgd,rphd->rhgnp", q_grouped, k) * scale
@@ -78,14 +84,14 @@ def attend(
         keep = jnp.exp(top - shift)
         total = total * keep + jnp.sum(weights, axis=-1)
         acc = acc * keep[..., None] + _dot("rhgnp,rphd->rhgnd", weights, v)
-        return new_top, total, acc
+        return source, new_top, total, acc
 
     shape = (r, kv_heads, heads // kv_heads, n)
-    carry = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape + (dv,))
-    _, total, acc = body(0, carry) if plan.blocks == 1 else lax.fori_loop(0, blocks, body, carry)
+    carry = source, jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape + (dv,))
+    source, _, total, acc = body(0, carry) if plan.blocks == 1 else lax.fori_loop(0, blocks, body, carry)
     any_seen = total[..., None] != 0
     o = jnp.where(any_seen, acc / jnp.where(any_seen, total[..., None], 1.0), 0.0)
-    return store(jnp.moveaxis(o, 3, 1).reshape(r, n, heads, dv), q.dtype)
+    return source, store(jnp.moveaxis(o, 3, 1).reshape(r, n, heads, dv), q.dtype)
 
 
 def _dot(equation: str, a: Array, b: Array) -> Array:

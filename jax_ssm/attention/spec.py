@@ -85,9 +85,7 @@ class LayerSpec:
         if self.kind == "full":
             _require(self.kv is not None and self.ssm is None, "kv, ssm", (self.kv, self.ssm), "kv only, for kind 'full'")
         else:
-            _require(
-                self.ssm is not None and self.kv is None, "ssm, kv", (self.ssm, self.kv), f"ssm only, for kind {self.kind!r}"
-            )
+            _require(self.ssm is not None and self.kv is None, "ssm, kv", (self.ssm, self.kv), f"ssm only: kind {self.kind!r}")
             _require(self.ssm.rule == self.kind, "ssm.rule", self.ssm.rule, f"equal to kind={self.kind!r}")
 
     @property

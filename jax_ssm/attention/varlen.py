@@ -39,9 +39,9 @@ def varlen_attention(
         seen = (sequence(at) == sequence(mine)[:, None]) & (at < cu[-1]) & (mine < cu[-1])[:, None]
         return (seen & (at <= mine[:, None]) if causal else seen)[None]
 
-    def load(at):
-        at = jnp.minimum(at, t - 1)
-        return k[at][None], v[at][None]
+    def load(source, at):
+        return tuple(x[jnp.minimum(at, t - 1)][None] for x in source)
 
     plan = plan_decode(t, (k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]) * k.dtype.itemsize)
-    return attend(plan, plan.blocks, q[None], load, visible, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attend(plan, plan.blocks, q[None], (k, v), load, visible, scale)[1][0]
