@@ -19,7 +19,6 @@ ITEMSIZE = {"fp32": 4, "bf16": 2}
 MAX_WIDTH = 16
 HISTORY_LENGTHS = (4, 8, 16, 32, 64)
 L2NORM_EPS = 1e-6
-SOFTPLUS_THRESHOLD = 20.0
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -7,7 +7,7 @@ Formulas (Gated DeltaNet, arXiv:2412.06464; Kimi Delta Attention, arXiv:2510.266
     decay = exp(g), beta = sigmoid(b)
 
 One norm and one gate function. `torch.sigmoid` is not used: on a CPU its vector body and its scalar tail round
-differently, so its bits would depend on the batch; exp, log1p and rsqrt do not have that fault.
+differently, so its bits would depend on the batch; exp and rsqrt do not have that fault.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_ref.spec import L2NORM_EPS, SOFTPLUS_THRESHOLD, SSMSpec
+from torch_ref.spec import L2NORM_EPS, SSMSpec
 from torch_ref.state import dtype
 
 Tensor = torch.Tensor
 LANES = 8
+ARTANH_SERIES = tuple(2.0 / n for n in (1, 3, 5, 7, 9, 11, 13, 15))
 MAX_A_LOG = 88.0  # exp stays finite, so that a rate times a softplus of 0 is 0 and not inf * 0
 
 
@@ -122,15 +123,29 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-x))
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), with log1p(e) = 2 artanh(e / (e + 2)) as an explicit series.
+
+    Library log1p differs in the last bit between GPU compilers; these multiplications and additions do not. Above 20 the
+    second term is below half an ulp of x, so the function is linear there.
+    """
+    e = torch.exp(-x.abs())
+    s = e / (e + 2.0)
+    z = s * s
+    p = torch.full_like(x, ARTANH_SERIES[-1])
+    for c in ARTANH_SERIES[-2::-1]:
+        p = p * z + c
+    return x.clamp(min=0.0) + s * p
+
+
 def log_decay(spec: SSMSpec, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """g [.., HV, G] <= 0 from the gate logits; softplus is linear above 20."""
+    """g [.., HV, G] <= 0 from the gate logits."""
     x = a.float() + dt_bias.float()
     x = x.reshape(a.shape[:-1] + (spec.v_heads, spec.gates))
     rate = torch.exp(A_log.float().clamp(max=MAX_A_LOG))[:, None]
     if spec.lower_bound is not None:
         return spec.lower_bound * sigmoid(rate * x)
-    softplus = torch.where(x > SOFTPLUS_THRESHOLD, x, torch.log1p(torch.exp(x.clamp(max=SOFTPLUS_THRESHOLD))))
-    return -rate * softplus
+    return -rate * softplus(x)
 
 
 def gate(spec: SSMSpec, a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
