@@ -64,6 +64,10 @@ class Compiler:
             self._fresh.append(self._done[key])
         return self._done[key].call
 
+    def has(self, name: str, bucket: object) -> bool:
+        """Whether this executable exists already."""
+        return (name, bucket) in self._done
+
     def fresh(self) -> list[Executable]:
         """Executables compiled since `begin()`."""
         return list(self._fresh)

@@ -1,0 +1,276 @@
+"""The host loop: prompts in, tokens out. Chooses a bucket, admits prompts to free rows, runs chunks and rounds, keeps count."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jax_ssm
+from jax_ssm.engine import rounds
+from jax_ssm.engine.buckets import RunBucket, choose_bucket
+from jax_ssm.engine.compiles import Compiler
+from jax_ssm.engine.load import LoadedModel, load
+from jax_ssm.engine.settings import Request, Settings, choose_drafts, require
+from jax_ssm.engine.slots import FreeList
+from jax_ssm.models import hybrid
+from jax_ssm.models.hybrid import ModelSpecs
+
+LEAST_LEN = 128  # positions of the smallest bucket
+
+
+@dataclass
+class Sequenced:
+    """One prompt on its way: what it asked for and what it has got. `accepted` has one entry per round."""
+
+    number: int
+    prompt: list[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Generator:
+    """A model with its executables, ready to generate. Arguments are those of `Settings`.
+
+    model: checkpoint directory, None for the demo model, or a LoadedModel. Raises ValueError (BackendError for a named
+    implementation that cannot run here) before anything is allocated. The first `generate` in a bucket compiles three
+    executables (allocate, prefill, rounds); later ones compile nothing.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        progress: Callable[[str], None] = lambda message: None,
+        **settings,
+    ) -> None:
+        self.settings = Settings(**settings)
+        self.progress = progress
+        self.act_dtype = self.settings.act_dtype or ("bf16" if jax.default_backend() == "gpu" else "fp32")
+        if not isinstance(model, LoadedModel):
+            start = time.perf_counter()
+            model = load(model, self.act_dtype)
+            self.load_seconds = time.perf_counter() - start
+        else:
+            self.load_seconds = 0.0
+        self.model = model
+        self.drafts, self.width, self.drafts_reason = choose_drafts(self.settings, bool(model.config.mtp_num_hidden_layers))
+        self.max_len = min(self.settings.max_len or model.config.max_position_embeddings, model.config.max_position_embeddings)
+        self.compiler = Compiler()
+        self.specs(RunBucket(1, LEAST_LEN))  # illegal combinations are refused here
+
+    def specs(self, bucket: RunBucket) -> ModelSpecs:
+        """The static description of a bucket; raises ValueError or BackendError for what cannot run."""
+        s = self.settings
+        return hybrid.model_specs(
+            self.model.config, slots=bucket.requests + 1, max_len=bucket.max_len, width=self.width, mode=s.mode,
+            history=s.history, act_dtype=self.act_dtype, ssm_dtype=s.ssm_dtype,
+            implementation=None if s.implementation == "auto" else s.implementation, mtp=self.drafts == "mtp",
+        )  # fmt: skip
+
+    def check_prompts(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Token ids of every prompt. Raises ValueError naming the first that is empty, too long or not of this model."""
+        require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
+        encoded = [self.model.encode(prompt) for prompt in prompts]
+        for i, ids in enumerate(encoded):
+            if not ids:
+                raise ValueError(f"prompts[{i}] is empty: a prompt needs at least one token")
+            bad = [x for x in ids if not 0 <= x < self.model.config.vocab_size]
+            if bad:
+                raise ValueError(f"prompts[{i}] has token ids {bad[:5]}: allowed are 0..{self.model.config.vocab_size - 1}")
+            if len(ids) + max_new_tokens > self.max_len:
+                raise ValueError(
+                    f"prompts[{i}] has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together at most "
+                    f"max_len={self.max_len}; shorten the prompt or ask for at most {max(self.max_len - len(ids), 0)} tokens"
+                )
+        return encoded
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_tokens: Callable[[int, list[int], str | None], None] | None = None,
+    ) -> dict:
+        """Generate for every prompt (text, or token ids) and return the record that `jax-ssm generate --json` prints.
+
+        on_tokens(prompt number, new token ids, finish) is called as text arrives; finish is None, "eos" or "length".
+        Greedy at temperature 0, and given a seed also otherwise, the text of a prompt does not depend on width, drafts,
+        rounds_per_call or the other prompts, as long as the arithmetic of the backend does not (fp32 states).
+        """
+        request = Request(max_new_tokens, temperature, top_p, seed)
+        encoded = self.check_prompts(prompts, max_new_tokens)
+        s, clock = self.settings, time.perf_counter
+        longest = max(map(len, encoded)) + max_new_tokens + self.width
+        bucket = choose_bucket(len(encoded), longest, max_requests=s.max_requests, least_len=LEAST_LEN)
+        self.compiler.begin()
+        start = clock()
+        allocate, prefill, decode = self._executables(bucket)
+        compile_seconds = clock() - start
+
+        start, decode_seconds, calls = clock(), 0.0, 0
+        texts = [Sequenced(i, ids, len(ids) + max_new_tokens) for i, ids in enumerate(encoded)]
+        waiting, free = deque(texts), FreeList(bucket.requests)
+        rows: list[tuple[Sequenced, int] | None] = [None] * bucket.requests  # text and slot of each row
+        choices = self._choices(request)
+        carry = allocate()
+        while waiting or any(rows):
+            fresh = []
+            for row, owner in enumerate(rows):
+                if owner is None and waiting:
+                    rows[row] = waiting.popleft(), free.take()
+                    fresh.append(row)
+            for chunk in self._chunks(rows, fresh, bucket):
+                carry, emitted = prefill(self.model.params, carry, chunk, choices)
+                if chunk.last.any():
+                    self._collect(rows, free, jax.device_get(emitted), on_tokens, first=True)
+            if any(rows):
+                began = clock()
+                carry, emitted = decode(self.model.params, carry, choices)
+                self._collect(rows, free, jax.device_get(emitted), on_tokens)
+                decode_seconds += clock() - began
+                calls += 1
+        total = clock() - start
+        if s.strict:
+            self.compiler.require_no_stray()
+        return self._report(texts, request, bucket, calls, compile_seconds, total, decode_seconds)
+
+    def _executables(self, bucket: RunBucket) -> tuple[Callable, Callable, Callable]:
+        """The three executables of a bucket, compiled at the first use."""
+        specs, compile_once = self.specs(bucket), self.compiler.executable
+        fresh_start = partial(rounds.allocate, specs, bucket.requests, self.drafts == "mtp")
+        carry = jax.eval_shape(fresh_start)
+        if not self.compiler.has("rounds", bucket):
+            self.progress(f"compiling for bucket {bucket} (requests x positions)")
+        choices, chunk = self._choices(Request()), self._empty_chunk(bucket)
+        params = self.model.params
+        return (
+            compile_once("allocate", bucket, fresh_start, ()),
+            compile_once("prefill", bucket, partial(rounds.prefill, specs), (params, carry, chunk, choices), (1,)),
+            compile_once(
+                "rounds", bucket, partial(rounds.decode_rounds, specs, self.settings.rounds_per_call),
+                (params, carry, choices), (1,),
+            ),
+        )  # fmt: skip
+
+    def _choices(self, request: Request) -> rounds.Choices:
+        eos = self.model.eos if not self.settings.ignore_eos else ()
+        ids = np.full(max(len(self.model.eos), 1), -1, np.int32)
+        ids[: len(eos)] = eos
+        return rounds.Choices(np.float32(request.temperature), np.float32(request.top_p), np.uint32(request.seed), ids)
+
+    def _empty_chunk(self, bucket: RunBucket) -> rounds.Chunk:
+        r, n = bucket.requests, self.settings.prefill_chunk
+        flags, numbers = lambda: np.zeros(r, bool), lambda: np.zeros(r, np.int32)
+        return rounds.Chunk(
+            fresh=flags(), slot=np.full(r, r, np.int32), request=numbers(), limit=numbers(),
+            tokens=np.zeros((r, n), np.int32), count=numbers(), following=numbers(), last=flags(),
+        )  # fmt: skip
+
+    def _chunks(self, rows, fresh: list[int], bucket: RunBucket):
+        """Yield the prompt chunks of the rows in `fresh`, side by side."""
+        n = self.settings.prefill_chunk
+        for begin in range(0, max((len(rows[row][0].prompt) for row in fresh), default=0), n):
+            chunk = self._empty_chunk(bucket)
+            for row in fresh:
+                text, slot = rows[row]
+                part = text.prompt[begin : begin + n]
+                if not part:
+                    continue
+                chunk.fresh[row] = begin == 0
+                chunk.slot[row], chunk.request[row], chunk.limit[row] = slot, text.number, text.limit
+                chunk.tokens[row, : len(part)] = part
+                chunk.count[row] = len(part)
+                chunk.last[row] = begin + n >= len(text.prompt)
+                if not chunk.last[row]:
+                    chunk.following[row] = text.prompt[begin + n]
+            yield chunk
+
+    def _collect(self, rows, free: FreeList, emitted: rounds.Emitted, on_tokens, first: bool = False) -> None:
+        """Hand out what one call emitted, and free the rows that are done."""
+        for row, owner in enumerate(rows):
+            if owner is None or not emitted.count[:, row].any():
+                continue
+            text, slot = owner
+            new = []
+            for tokens, count in zip(emitted.tokens[:, row], emitted.count[:, row], strict=True):
+                new += tokens[:count].tolist()
+                if count and not first:
+                    text.accepted.append(int(count))
+            text.tokens += new
+            if not emitted.live[row]:
+                ends = not self.settings.ignore_eos and new[-1] in self.model.eos
+                text.finish = "eos" if ends else "length"
+                rows[row] = None
+                free.give(slot)
+            if on_tokens is not None:
+                on_tokens(text.number, new, text.finish)
+
+    def _report(self, texts, request, bucket, calls, compile_seconds, total, decode_seconds) -> dict:
+        accepted = [n for text in texts for n in text.accepted]
+        made = sum(len(text.tokens) for text in texts)
+        device, fresh = jax.devices()[0], self.compiler.fresh()
+        return {
+            "results": [
+                {
+                    "prompt_ids": text.prompt,
+                    "token_ids": text.tokens,
+                    "text": self.model.decode(text.tokens),
+                    "accepted": text.accepted,
+                    "finish": text.finish,
+                }
+                for text in texts
+            ],
+            "state_bytes": hybrid.model_state_bytes(self.specs(bucket)),
+            "compilations": {
+                "total": len(fresh),
+                "stray": self.compiler.stray(),
+                "buckets": {str(bucket): [e.name for e in self.compiler.all() if e.bucket == str(bucket)]},
+                "executables": [
+                    {"name": e.name, "bucket": e.bucket, "seconds": round(e.seconds, 4), "temp_bytes": e.temp_bytes}
+                    for e in fresh
+                ],
+            },
+            "timings": {
+                "load_s": round(self.load_seconds, 4),
+                "compile_s": round(compile_seconds, 4),
+                "generate_s": round(total, 4),
+                "decode_s": round(decode_seconds, 4),
+                "tokens": made,
+                "tokens_per_s": round(made / total, 2),
+                "decode_tokens_per_s": round(sum(accepted) / decode_seconds, 2) if accepted else None,
+                "rounds": len(accepted),
+                "calls": calls,
+                "mean_accepted": round(sum(accepted) / len(accepted), 4) if accepted else None,
+            },
+            "settings": asdict(self.settings)
+            | asdict(request)
+            | {
+                "model": self.model.name,
+                "act_dtype": self.act_dtype,
+                "width": self.width,
+                "drafts": self.drafts,
+                "drafts_reason": self.drafts_reason,
+                "bucket": {"requests": bucket.requests, "max_len": bucket.max_len},
+                "backends": {key: name for key, (_, name) in self.specs(bucket).groups.items()},
+            },
+            "versions": {
+                "jax_ssm": jax_ssm.__version__,
+                "jax": jax.__version__,
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+                "device": f"{device.platform} ({device.device_kind})",
+            },
+        }

@@ -1,0 +1,62 @@
+"""A checkpoint directory as something that can be run: config, parameters, tokenizer, end-of-text ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_ssm.models import ModelConfig, load_model
+
+DEMO = Path(__file__).parent.parent / "models" / "demo"
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """tokenizer: a `tokenizers.Tokenizer`, or None when the directory has none (prompts are then lists of ids)."""
+
+    config: ModelConfig
+    params: Any
+    tokenizer: Any
+    eos: tuple[int, ...]
+    name: str
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, which may already be ids. ValueError for text without a tokenizer."""
+        if not isinstance(prompt, str):
+            return [int(x) for x in prompt]
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer.json: give prompts as lists of token ids")
+        return self.tokenizer.encode(prompt).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; without a tokenizer the ids themselves, separated by spaces."""
+        return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(list(ids))
+
+
+def load(directory: str | Path | None, act_dtype: str) -> LoadedModel:
+    """Load a checkpoint directory, None for the model that comes with the package; weights in act_dtype.
+
+    Raises ValueError when something that it needs is missing or does not fit.
+    """
+    root = Path(DEMO if directory is None else directory)
+    if not root.is_dir():
+        raise ValueError(f"model={str(root)!r} is not a directory: give one with config.json and *.safetensors")
+    config, params = load_model(root, act_dtype)
+    tokenizer = None
+    if (root / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(root / "tokenizer.json"))
+    return LoadedModel(config, params, tokenizer, end_of_text(root, config), "demo" if directory is None else str(directory))
+
+
+def end_of_text(root: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Ids that end a text: those of generation_config.json where it names any, else those of config.json."""
+    path = root / "generation_config.json"
+    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    if ids is None:
+        return config.eos_token_ids
+    return tuple(ids) if isinstance(ids, list) else (ids,)
