@@ -1,0 +1,54 @@
+"""Results on disk: one JSON file a measurement, with versions, command, device and raw samples, under results/<device>/."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "transformers", "jax-triton", "fla-core")
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of every installed package that a figure may depend on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name() -> str:
+    """Folder name of this machine's device, e.g. "nvidia-h200" or "cpu"."""
+    import jax
+
+    device = jax.devices()[0]
+    return "cpu" if device.platform == "cpu" else re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
+
+
+def write(name: str, data: dict, out: Path | None = None) -> Path:
+    """Write results/<device>/<name>.json (or below `out`) and return its path. `data` is the measurement itself."""
+    device = device_name()
+    path = (out or RESULTS) / device / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        "name": name,
+        "device": device,
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+    }
+    path.write_text(json.dumps(header | data, indent=1) + "\n")
+    return path
+
+
+def say(message: str) -> None:
+    """Progress, on standard error."""
+    print(message, file=sys.stderr, flush=True)
