@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,3 +70,34 @@ def test_R11_kda_bounded_gates_at_minus_five_stay_finite():
         outputs.append(out[0, 7])
     _, want = oracle(spec, tokens, 7, 0, 80)
     np.testing.assert_allclose(torch.cat(outputs).double().numpy(), want, atol=2e-6, rtol=2e-5)
+
+
+def test_R75_no_library_reduction_no_foreign_import():
+    """R75, design section 2: no call whose order of additions a library chooses, no fused multiply-add, no jax."""
+    banned = {
+        "einsum",
+        "matmul",
+        "bmm",
+        "mm",
+        "dot",
+        "sum",
+        "cumsum",
+        "cumprod",
+        "prod",
+        "mean",
+        "norm",
+        "addcmul",
+        "addmm",
+        "lerp",
+    }
+    files = sorted(Path(ref.__file__).parent.rglob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in banned, f"{file.name}:{node.lineno} {node.attr}"
+            if isinstance(node, ast.BinOp):
+                assert not isinstance(node.op, ast.MatMult), f"{file.name}:{node.lineno}"
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] in ("jax", "jax_ssm", "kernels_pallas") for name in names), file.name

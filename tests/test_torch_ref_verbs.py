@@ -258,6 +258,7 @@ def test_conv_forward_refuses_what_it_would_round():
     for bad_x, weight, message in (
         (x.float(), tokens.weight[0], "x.dtype"),
         (x[:, 1:], tokens.weight[0], "x.shape"),
+        (torch.cat([x, x]), tokens.weight[0], "token rows"),
         (x, tokens.weight[0][:, 1:], "weight.shape"),
     ):
         with pytest.raises(ValueError, match=message):

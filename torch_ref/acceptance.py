@@ -39,6 +39,17 @@ class StateAcceptance:
     lengths: Tensor
 
 
+def check_receipt(spec: SSMSpec, receipt: SSMForward, tokens: int) -> None:
+    """Raise ValueError unless the receipt belongs to this mode and state key and to `tokens` token rows."""
+    if receipt.mode != spec.mode:
+        raise ValueError(f"receipt.mode={receipt.mode!r}: this state is {spec.mode!r}")
+    if receipt.state_key != spec.state_key:
+        raise ValueError(f"receipt.state_key={receipt.state_key!r}: this state is {spec.state_key!r}")
+    t = receipt.layout.row_request.shape[0]
+    if tokens != t:
+        raise ValueError(f"inputs have {tokens} token rows: the layout of this receipt has {t}")
+
+
 def check_structure(spec: SSMSpec, acceptance: StateAcceptance) -> None:
     """Raise ValueError unless receipts are present, of this mode and state key, and `lengths` covers their rows."""
     if not acceptance.forwards:

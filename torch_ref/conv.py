@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from torch_ref.acceptance import SSMForward
+from torch_ref.acceptance import SSMForward, check_receipt
 from torch_ref.gates import sigmoid
 from torch_ref.layout import to_rows, to_windows
 from torch_ref.spec import SSMSpec
-from torch_ref.state import ConvSSMState, check_row, slot_ids
+from torch_ref.state import ConvSSMState, check_row, dtype, slot_ids
 
 Tensor = torch.Tensor
 
@@ -39,6 +39,8 @@ def _check(spec: SSMSpec, row: int, x: Tensor, weight: Tensor, bias: Tensor | No
     for name, (value, shape) in wanted.items():
         if tuple(value.shape) != shape:
             raise ValueError(f"{name}.shape={tuple(value.shape)} is not allowed: this spec needs {shape}")
+    if x.dtype != dtype(spec.act_dtype):
+        raise ValueError(f"x.dtype={x.dtype} is not allowed: act_dtype={spec.act_dtype!r} needs {dtype(spec.act_dtype)}")
 
 
 def conv_forward(
@@ -51,8 +53,7 @@ def conv_forward(
     and for an x that is not in the activation dtype (what is convolved must be what is stored).
     """
     _check(spec, row, x, weight, bias)
-    if x.dtype != state.conv.dtype:
-        raise ValueError(f"x.dtype={x.dtype} is not allowed: act_dtype={spec.act_dtype!r} needs {state.conv.dtype}")
+    check_receipt(spec, receipt, x.shape[0])
     layout, slots = receipt.layout, receipt.layout.slots.long()
     columns = receipt.offset.long()[:, None] + torch.arange(spec.conv_width - 1, device=x.device)
     past = state.conv[row].transpose(1, 2)[slots[:, None], columns]  # [R, kw-1, C], oldest first
@@ -79,8 +80,6 @@ def conv_prefill(
     length. Rows of length 0 change nothing. Raises ValueError for slots that are not live and lengths outside 0..N.
     """
     _check(spec, row, x, weight, bias)
-    if x.dtype != state.conv.dtype:
-        raise ValueError(f"x.dtype={x.dtype} is not allowed: act_dtype={spec.act_dtype!r} needs {state.conv.dtype}")
     ids, sizes = slot_ids(spec, state, slots).tolist(), check_lengths(lengths, x.shape[1])
     y = torch.zeros_like(x)
     for b, (slot, n) in enumerate(zip(ids, sizes, strict=True)):

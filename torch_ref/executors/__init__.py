@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from torch_ref.acceptance import Ledger, SSMForward, StateAcceptance, accepted_rows, check_acceptance, check_structure
+from torch_ref.acceptance import (
+    Ledger,
+    SSMForward,
+    StateAcceptance,
+    accepted_rows,
+    check_acceptance,
+    check_receipt,
+    check_structure,
+)
 from torch_ref.conv import canonical_window, merge_windows
 from torch_ref.executors import compact, native, replay
 from torch_ref.gates import CoreInputs, LinearInputs, prologue
@@ -28,8 +36,11 @@ def prepare(
 
     Native and compact: the state is unchanged. Replay: rows whose window does not fit into their history are folded
     (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round. config
-    is carried by the receipt and changes nothing here: this package has one implementation.
+    is carried by the receipt and changes nothing here: this package has one implementation. Raises ValueError when the
+    layout is on another device than the state.
     """
+    if layout.slots.device != state.ssm.device:
+        raise ValueError(f"layout is on {layout.slots.device}: this state needs it on {state.ssm.device}")
     state = MODES[spec.mode].prepare(spec, state, layout)
     offset = state.accepted[layout.slots.long()].clone()
     return state, SSMForward(layout, offset, spec.mode, config, spec.state_key)
@@ -53,17 +64,6 @@ def forward_core(
     check_row(spec, row)
     check_receipt(spec, receipt, core.k.shape[0])
     return MODES[spec.mode].forward(spec, state, receipt, row, core)
-
-
-def check_receipt(spec: SSMSpec, receipt: SSMForward, tokens: int) -> None:
-    """Raise ValueError unless the receipt belongs to this mode and state key and to `tokens` token rows."""
-    if receipt.mode != spec.mode:
-        raise ValueError(f"receipt.mode={receipt.mode!r}: this state is {spec.mode!r}")
-    if receipt.state_key != spec.state_key:
-        raise ValueError(f"receipt.state_key={receipt.state_key!r}: this state is {spec.state_key!r}")
-    t = receipt.layout.row_request.shape[0]
-    if tokens != t:
-        raise ValueError(f"inputs have {tokens} token rows: the layout of this receipt has {t}")
 
 
 def accept(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance) -> ConvSSMState:
