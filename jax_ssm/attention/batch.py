@@ -51,26 +51,29 @@ def build_batch(
     rows = bucket.tokens if bucket.phase == "decode" else bucket.requests
     if ids.ndim != 1 or ids.shape[0] > rows:
         raise ValueError(f"b_req_idx.shape={ids.shape} is not allowed: {bucket} has room for {rows} rows")
-    pad = rows - ids.shape[0]
-    ids = jnp.pad(ids, (0, pad), constant_values=spec.hold)
+    ids, n = jnp.pad(ids, (0, rows - ids.shape[0]), constant_values=spec.hold), ids.shape[0]
     if bucket.phase == "prefill":
-        _need("b_q_seq_len", b_q_seq_len, bucket)
-        lengths = jnp.pad(jnp.asarray(b_q_seq_len, jnp.int32), (0, pad))
+        lengths = _rows("b_q_seq_len", b_q_seq_len, n, bucket)
         _check_prompt(spec, bucket, ids, lengths)
         live = (ids >= 0) & (ids < spec.hold)
         return PrefillBatch(jnp.where(live, ids, spec.hold), jnp.where(live, jnp.clip(lengths, 0, bucket.tokens), 0))
-    _need("b_mtp_index", b_mtp_index, bucket)
-    _need("b_ready_cache_len", b_ready_cache_len, bucket)
-    offsets = jnp.pad(jnp.asarray(b_mtp_index, jnp.int32), (0, pad))
+    offsets = _rows("b_mtp_index", b_mtp_index, n, bucket)
+    if b_ready_cache_len is None:
+        raise ValueError("b_ready_cache_len=None is not allowed: positions follow from the committed tokens of every slot")
     layout = _fit(build_layout(spec, ids, offsets, fixed=bucket.fixed), bucket.requests, spec.hold)
     live = layout.row_request < bucket.requests
-    start = b_ready_cache_len[read_index(spec, ids)]
-    return DecodeBatch(layout, jnp.where(live, start + layout.row_offset, 0).astype(jnp.int32))
+    start = jnp.asarray(b_ready_cache_len, jnp.int32)[read_index(spec, ids)]
+    return DecodeBatch(layout, jnp.where(live, start + layout.row_offset, 0))
 
 
-def _need(name: str, value, bucket: Bucket) -> None:
-    if value is None:
+def _rows(name: str, values, n: int, bucket: Bucket) -> Array:
+    """One int32 per row of b_req_idx, padded to the bucket with zeros."""
+    if values is None:
         raise ValueError(f"{name}=None is not allowed: phase {bucket.phase!r} needs it")
+    values = jnp.asarray(values, jnp.int32)
+    if values.shape != (n,):
+        raise ValueError(f"{name}.shape={values.shape} is not allowed: one value for each of the {n} rows of b_req_idx")
+    return jnp.pad(values, (0, (bucket.tokens if bucket.phase == "decode" else bucket.requests) - n))
 
 
 def _check_prompt(spec, bucket: Bucket, ids: Array, lengths: Array) -> None:
