@@ -6,8 +6,9 @@ Formulas (Gated DeltaNet, arXiv:2412.06464; Kimi Delta Attention, arXiv:2510.266
     g  = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))        KDA with a bounded gate
     decay = exp(g), beta = sigmoid(b)
 
-One norm and one gate function. `torch.sigmoid` is not used: on a CPU its vector body and its scalar tail round
-differently, so its bits would depend on the batch; exp and rsqrt do not have that fault.
+One norm and one gate function, of multiplications, additions, exp and rsqrt only. No division: GPU compilers differ in
+how they round it. No `torch.sigmoid`: on a CPU its vector body and its scalar tail round differently, so its bits would
+depend on the batch; exp and rsqrt do not have that fault.
 """
 
 from __future__ import annotations
@@ -118,19 +119,30 @@ def l2norm(x: Tensor) -> Tensor:
     return x.float() * inverse_norm(x)[..., None]
 
 
+def reciprocal(d: Tensor) -> Tensor:
+    """1 / d for d in [1, 2]: a linear start (relative error 1/17) and three Newton steps r <- r (2 - d r); within 2 ulp."""
+    r = 24.0 / 17.0 - d * (8.0 / 17.0)
+    for _ in range(3):
+        r = r * (2.0 - d * r)
+    return r
+
+
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)); exp may overflow to inf, which gives the correct 0."""
-    return 1.0 / (1.0 + torch.exp(-x))
+    """1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-|x|)."""
+    e = torch.exp(-x.abs())
+    r = reciprocal(1.0 + e)
+    return torch.where(x >= 0.0, r, e * r)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), with log1p(e) = 2 artanh(e / (e + 2)) as an explicit series.
+    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), with log1p(e) = 2 artanh((e/2) / (1 + e/2)) as an explicit series.
 
     Library log1p differs in the last bit between GPU compilers; these multiplications and additions do not. Above 20 the
     second term is below half an ulp of x, so the function is linear there.
     """
     e = torch.exp(-x.abs())
-    s = e / (e + 2.0)
+    h = e * 0.5
+    s = h * reciprocal(1.0 + h)
     z = s * s
     p = torch.full_like(x, ARTANH_SERIES[-1])
     for c in ARTANH_SERIES[-2::-1]:
