@@ -77,7 +77,8 @@ class SSMSpec:
             value = getattr(self, name)
             _require(isinstance(value, int) and value >= 1, name, value, "a positive integer")
         _require(isinstance(self.slots, int) and self.slots >= 2, "slots", self.slots, "at least 2 (one request and HOLD)")
-        _require(self.conv_width >= 2, "conv_width", self.conv_width, "at least 2")
+        taps = self.conv_width
+        _require(isinstance(taps, int) and taps >= 2, "conv_width", taps, "an integer of at least 2")
         _require(self.width <= MAX_WIDTH, "width", self.width, f"1..{MAX_WIDTH} (drafts + 1)")
         for name in ("q_heads", "k_heads"):
             value = getattr(self, name)
