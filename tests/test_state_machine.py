@@ -2,14 +2,15 @@
 
 Each case is one slot of a batch. A case reaches a start cursor, verifies and accepts a first window, lets one other verb
 happen, then verifies two more windows; state, convolution window, cursors and untouched bytes are checked after every step.
-All bytes that carry no accepted token hold NaN or 3e38 (see `fixtures.Machine`). Covers L5, L6, S1, S2, S3, S5, S7, S9,
+All bytes that carry no accepted token hold NaN or 3e38 (see `machine.Machine`). Covers L5, L6, S1, S2, S3, S5, S7, S9,
 S10, S11 and C1 at this layer, and R18 to R25, R27 to R31.
 """
 
 import jax
 import numpy as np
 import pytest
-from fixtures import PROMPT, Machine, fs_spec
+from fixtures import PROMPT, fresh_verbs, fs_spec
+from machine import Machine
 
 from jax_ssm import executors
 
@@ -130,8 +131,6 @@ def test_batch_order_permutes_results_only(mode):
 
 def test_machine_sees_a_lost_base_token(monkeypatch):
     """The equipment itself: an acceptance that counts drafts instead of tokens fails at the first check."""
-    from fixtures import fresh_verbs
-
     real = executors.accept
     monkeypatch.setattr("jax_ssm.accept", lambda spec, state, a: real(spec, state, a.replace(lengths=a.lengths - 1)))
     m = Machine(fs_spec("gdn", "native"), 196, verbs_of=fresh_verbs)

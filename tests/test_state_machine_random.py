@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from fixtures import PROMPT, Machine, fs_spec
+from fixtures import PROMPT, fs_spec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machine import Machine
 
 REQUESTS = 4
 subsets = st.sets(st.integers(0, REQUESTS - 1), min_size=1).map(lambda s: np.array(sorted(s)))
