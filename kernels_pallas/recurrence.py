@@ -92,13 +92,13 @@ def _within(cols, k: int, mask):
     return cols < k if mask is None else mask & (cols < k)
 
 
-def load_pieces(ref, lead, rows, k: int, levels: int, mask=None, **options):
-    """Pieces in fp32 of ref[*lead, rows [M, 1], 0:k]; zero where `mask` [M, 1] is false."""
+def load_pieces(ref, lead, rows, k: int, levels: int, mask=None, other: float = 0.0, **options):
+    """Pieces in fp32 of ref[*lead, rows [M, 1], 0:k]; `other` where `mask` [M, 1] is false."""
     out = []
     for cols in _columns(k, levels):
         m = _within(cols, k, mask)
-        other = None if m is None else jnp.zeros((), ref.dtype)
-        out.append(load(ref.at[(*lead, rows, cols)], mask=m, other=other, **options).astype(jnp.float32))
+        fill = None if m is None else jnp.full((), other, ref.dtype)
+        out.append(load(ref.at[(*lead, rows, cols)], mask=m, other=fill, **options).astype(jnp.float32))
     return out
 
 
@@ -159,6 +159,10 @@ def read(s, x, levels: int, interpret: bool):
     return finish(lane_sums([a * b for a, b in zip(s, x, strict=True)], levels), interpret)
 
 
-def round_state(s, dtype):
-    """Round every piece to `dtype`, kept as fp32. The compiler may drop a pair of converts, never a reduce_precision."""
-    return [x.astype(dtype).astype(jnp.float32) for x in s] if jnp.dtype(dtype).itemsize == 2 else s
+def round_state(s, dtype, interpret: bool):
+    """Round every piece to `dtype`, kept as fp32. XLA may drop a pair of converts, never a reduce_precision."""
+    if jnp.dtype(dtype).itemsize == 4:
+        return s
+    if interpret:
+        return [lax.reduce_precision(x, 8, 7) for x in s]
+    return [x.astype(dtype).astype(jnp.float32) for x in s]

@@ -1,0 +1,208 @@
+"""The canonical sum and the one-token recurrence on register tiles: the only definition, shared by every kernel.
+
+A state tile [M, K] is held as a tuple of pieces [M, 8 << LEVELS], where LEVELS are the pair levels of the canonical sum.
+Eight lanes load one row of a piece with 16 bytes each, so every pair level stays inside a lane, the halvings down to 8
+values are additions between pieces, and only the last three cross lanes. A K below one piece is padded with zeros on
+loading. The order is that of torch_ref: bits depend neither on M nor on the number of warps. Launch with
+`enable_fp_fusion=False`, or multiplications and additions contract.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+LANES = tl.constexpr(8)
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def pair_levels(dtype: torch.dtype, n: int) -> int:
+    """Pair levels of the canonical sum over n values stored as `dtype`: log2 of the elements in 16 bytes, more when more
+    than 32 values would remain, never more than n has."""
+    log2 = (n - 1).bit_length()
+    return min(max({4: 2, 2: 3}[dtype.itemsize], log2 - 5), log2)
+
+
+# ---------------------------------------------------------------------------------------------------------- summation
+
+
+@triton.jit
+def pair_sums(p, LEVELS: tl.constexpr):
+    """LEVELS times p_i <- p_2i + p_2i+1 over the last axis of p [M, n]."""
+    for _ in tl.static_range(LEVELS):
+        a, b = tl.split(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+        p = a + b
+    return p
+
+
+@triton.jit
+def finish(p):
+    """First half + second half until one value remains: p [M, n <= 32] -> [M].
+
+    Each lane holds one value and the butterfly of the library sum is this very order; in interpret mode it is written out.
+    """
+    if not INTERPRET:
+        return tl.sum(p, axis=1)
+    for _ in tl.static_range(5):
+        if p.shape[1] > 1:
+            p = tl.reshape(p, [p.shape[0], 2, p.shape[1] // 2])
+            a, b = tl.split(tl.permute(p, [0, 2, 1]))
+            p = a + b
+    return tl.reshape(p, [p.shape[0]])
+
+
+@triton.jit
+def row_sums(p, LEVELS: tl.constexpr):
+    """Canonical sum over the last axis of one tile p [M, n] -> [M]."""
+    return finish(pair_sums(p, LEVELS))
+
+
+@triton.jit
+def halve(pieces):
+    """First half + second half over a tuple of equal pieces until one remains."""
+    for _ in tl.static_range(3):
+        if len(pieces) > 1:
+            sums = ()
+            for i in tl.static_range(len(pieces) // 2):
+                sums = sums + (pieces[i] + pieces[i + len(pieces) // 2],)
+            pieces = sums
+    return pieces[0]
+
+
+@triton.jit
+def lane_sums(products, LEVELS: tl.constexpr):
+    """The canonical sum over pieces [M, 8 << LEVELS], stopped at 8 values [M, 8]; `finish` ends it."""
+    sums = ()
+    for i in tl.static_range(len(products)):
+        sums = sums + (pair_sums(products[i], LEVELS),)
+    return halve(sums)
+
+
+@triton.jit
+def spread(d, LEVELS: tl.constexpr):
+    """d [M] as [M, 8 << LEVELS] with equal columns; built by joins, so it gets the layout of a piece without a copy."""
+    x = tl.broadcast_to(d[:, None], [d.shape[0], LANES])
+    for _ in tl.static_range(LEVELS):
+        x = tl.reshape(tl.join(x, x), [x.shape[0], 2 * x.shape[1]])
+    return x
+
+
+# ----------------------------------------------------------------------------------------------------- loads and stores
+
+
+@triton.jit
+def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
+    """Pieces in fp32 of the rows at ptr + rows [M, 1] * stride + 0..K; `other` where `mask` [M, 1] is false."""
+    WIDTH: tl.constexpr = LANES << LEVELS
+    cols = tl.arange(0, WIDTH)[None, :]
+    out = ()
+    for p in tl.static_range((K + WIDTH - 1) // WIDTH):
+        at = ptr + rows * stride + (cols + p * WIDTH)
+        x = tl.load(at, mask=mask & (cols + p * WIDTH < K), other=0.0) if K < WIDTH else tl.load(at, mask=mask, other=other)
+        out = out + (x.to(tl.float32),)
+    return out
+
+
+@triton.jit
+def store_pieces(ptr, rows, stride, pieces, mask, K: tl.constexpr, LEVELS: tl.constexpr, EVICT: tl.constexpr):
+    """Round once to the dtype behind `ptr` and store pieces to the rows at ptr + rows [M, 1] * stride where `mask` is true."""
+    WIDTH: tl.constexpr = LANES << LEVELS
+    cols = tl.arange(0, WIDTH)[None, :]
+    for p in tl.static_range(len(pieces)):
+        at = ptr + rows * stride + (cols + p * WIDTH)
+        keep = mask & (cols + p * WIDTH < K) if K < WIDTH else mask
+        tl.store(at, pieces[p].to(ptr.dtype.element_ty), mask=keep, eviction_policy=EVICT)
+
+
+@triton.jit
+def _row_tile(ptr, cols, ROWS: tl.constexpr, K: tl.constexpr):
+    at = ptr + (cols[None, :] + tl.zeros([ROWS, 1], tl.int32))
+    if K < cols.shape[0]:
+        x = tl.load(at, mask=cols[None, :] + tl.zeros([ROWS, 1], tl.int32) < K, other=0.0)
+    else:
+        x = tl.load(at)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_row_pieces(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """The vector at ptr + 0..K in fp32 as pieces [M, 8 << LEVELS] with equal rows, in the layout of a state tile.
+
+    Only as many rows are loaded as one step of the warps covers (4 a warp); the others are the same registers. Lanes take
+    4 or 8 neighbours as in a tile of LEVELS pair levels, whatever the dtype behind `ptr`, so that no value changes lanes.
+    """
+    WIDTH: tl.constexpr = LANES << LEVELS
+    ROWS: tl.constexpr = min(M, 4 * NUM_WARPS)
+    BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    out = ()
+    for p in tl.static_range((K + WIDTH - 1) // WIDTH):
+        if BITS == 32 and LEVELS == 3:  # two loads of 4 neighbours, woven into 8
+            i = tl.arange(0, WIDTH // 2)
+            i = i // 4 * 8 + i % 4 + p * WIDTH
+            x = tl.join(_row_tile(ptr, i, ROWS, K), _row_tile(ptr, i + 4, ROWS, K))
+            x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, WIDTH // 8, 4, 2]), [0, 1, 3, 2]), [ROWS, WIDTH])
+        elif BITS == 16 and LEVELS == 2:  # one load of 4 neighbours where 8 would fit
+            i = tl.arange(0, WIDTH)
+            x = _row_tile(ptr, i // 4 * 4 + i % 4 + p * WIDTH, ROWS, K)
+        else:
+            x = _row_tile(ptr, tl.arange(0, WIDTH) + p * WIDTH, ROWS, K)
+        x = tl.broadcast_to(tl.reshape(x, [1, ROWS, WIDTH]), [M // ROWS, ROWS, WIDTH])
+        out = out + (tl.reshape(x, [M, WIDTH]),)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- recurrence
+
+
+@triton.jit
+def times(a, b):
+    """Products of two tuples of pieces."""
+    out = ()
+    for i in tl.static_range(len(a)):
+        out = out + (a[i] * b[i],)
+    return out
+
+
+@triton.jit
+def scaled(a, x):
+    """A tuple of pieces times a scalar."""
+    out = ()
+    for i in tl.static_range(len(a)):
+        out = out + (a[i] * x,)
+    return out
+
+
+@triton.jit
+def step(s, k_hat, v, decay, beta, LEVELS: tl.constexpr):
+    """One token. s, k_hat: tuples of pieces; v [M]; decay a scalar or a tuple of pieces; beta scalar. New s and d [M].
+
+    S <- decay * S;  d = (v - S k^) * beta;  S <- S + d k^T, every operation rounded by itself.
+    """
+    if isinstance(decay, tl.tuple):
+        s = times(s, decay)
+    else:
+        s = scaled(s, decay)
+    d = (v - read(s, k_hat, LEVELS)) * beta
+    wide = spread(d, LEVELS)
+    out = ()
+    for i in tl.static_range(len(s)):
+        out = out + (s[i] + wide * k_hat[i],)
+    return out, d
+
+
+@triton.jit
+def read(s, x, LEVELS: tl.constexpr):
+    """S x: tuples of pieces -> [M]."""
+    return finish(lane_sums(times(s, x), LEVELS))
+
+
+@triton.jit
+def round_state(s, DTYPE: tl.constexpr):
+    """Round every piece to DTYPE, kept as fp32."""
+    out = ()
+    for i in tl.static_range(len(s)):
+        out = out + (s[i].to(DTYPE).to(tl.float32),)
+    return out
