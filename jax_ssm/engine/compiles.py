@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
-_events = 0
+
+_asked = threading.local()  # .now is True while this thread compiles on behalf of a Compiler
+_stray = 0
 
 
 def _listen(event: str, duration: float, **_) -> None:
-    global _events
-    _events += event == EVENT
+    global _stray
+    if event == EVENT and not getattr(_asked, "now", False):
+        _stray += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
-def backend_compilations() -> int:
-    """Compilations by the backend in this process since this module was imported, wherever they came from."""
-    return _events
-
-
 @dataclass(frozen=True)
 class Executable:
-    """A compiled function and what it was compiled for. seconds: lowering and compilation."""
+    """A compiled function and what it was compiled for. seconds: compilation; temp_bytes: scratch of one call."""
 
     name: str
     bucket: str
@@ -36,54 +36,62 @@ class Executable:
     temp_bytes: int
 
 
-class Compiler:
-    """Compiles each (name, bucket) once and remembers it.
+@dataclass(frozen=True)
+class Part:
+    """What to compile: a function, its arguments (arrays or their avals), and which of them it donates."""
 
-    `stray()` is how many compilations happened since the last `begin()` that this object did not ask for; a run has none.
+    fn: Callable
+    args: tuple
+    donate: tuple[int, ...] = ()
+
+
+class Compiler:
+    """Compiles the parts of a bucket once, side by side, and remembers them.
+
+    `stray()` counts compilations in this process since `begin()` that no Compiler was asked for, such as a jnp operation on
+    the host; a run has none.
     """
 
     def __init__(self) -> None:
-        self._done: dict[tuple, Executable] = {}
-        self._expected = 0
+        self._buckets: dict[object, dict[str, Executable]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Start counting."""
-        self._start, self._own, self._fresh = backend_compilations(), 0, []
+        self._start, self.fresh = _stray, []
 
-    def executable(self, name: str, bucket: object, fn: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Callable:
-        """The executable of `fn` for `args` (arrays or their avals), compiled at the first request for (name, bucket)."""
-        key = (name, bucket)
-        if key not in self._done:
-            before, start = backend_compilations(), time.perf_counter()
-            compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
-            self._own += backend_compilations() - before
-            memory = compiled.memory_analysis()
-            temp = int(getattr(memory, "temp_size_in_bytes", 0) or 0)
-            self._done[key] = Executable(name, str(bucket), compiled, time.perf_counter() - start, temp)
-            self._fresh.append(self._done[key])
-        return self._done[key].call
+    def has(self, bucket: object) -> bool:
+        """Whether the executables of a bucket exist already."""
+        return bucket in self._buckets
 
-    def has(self, name: str, bucket: object) -> bool:
-        """Whether this executable exists already."""
-        return (name, bucket) in self._done
+    def executables(self, bucket: object, parts: Callable[[], dict[str, Part]]) -> dict[str, Executable]:
+        """The executables of a bucket; `parts()` says what they are and is called at the first request only."""
+        if bucket not in self._buckets:
 
-    def fresh(self) -> list[Executable]:
-        """Executables compiled since `begin()`."""
-        return list(self._fresh)
+            def finish(item) -> Executable:
+                (name, lowered), start = item, time.perf_counter()
+                _asked.now = True
+                try:
+                    call = lowered.compile()
+                finally:
+                    _asked.now = False
+                temp = getattr(call.memory_analysis(), "temp_size_in_bytes", 0)
+                return Executable(name, str(bucket), call, time.perf_counter() - start, temp)
 
-    def all(self) -> list[Executable]:
-        """Every executable that this object holds."""
-        return list(self._done.values())
+            lowered = {name: jax.jit(p.fn, donate_argnums=p.donate).lower(*p.args) for name, p in parts().items()}
+            with ThreadPoolExecutor(len(lowered)) as pool:
+                self.fresh = list(pool.map(finish, lowered.items()))
+            self._buckets[bucket] = {e.name: e for e in self.fresh}
+        return self._buckets[bucket]
 
     def stray(self) -> int:
-        """Compilations since `begin()` that nobody asked for here."""
-        return backend_compilations() - self._start - self._own
+        """Compilations since `begin()` that nobody asked for."""
+        return _stray - self._start
 
     def require_no_stray(self) -> None:
         """Raise RuntimeError when something compiled behind the engine's back since `begin()`."""
         if self.stray():
             raise RuntimeError(
-                f"strict=True: {self.stray()} compilations happened outside the executables of the bucket; "
-                "run with strict=False to only count them, and look for jnp operations on the host"
+                f"strict=True: {self.stray()} compilations happened outside the executables of the bucket; look for jnp "
+                "operations on the host, or use strict=False to count them only"
             )

@@ -16,8 +16,8 @@ import numpy as np
 import jax_ssm
 from jax_ssm.engine import rounds
 from jax_ssm.engine.buckets import RunBucket, choose_bucket
-from jax_ssm.engine.compiles import Compiler
-from jax_ssm.engine.load import LoadedModel, load
+from jax_ssm.engine.compiles import Compiler, Executable, Part
+from jax_ssm.engine.load import LoadedModel, find, load, read_config
 from jax_ssm.engine.settings import Request, Settings, choose_drafts, require
 from jax_ssm.engine.slots import FreeList
 from jax_ssm.models import hybrid
@@ -53,26 +53,25 @@ class Generator:
         progress: Callable[[str], None] = lambda message: None,
         **settings,
     ) -> None:
-        self.settings = Settings(**settings)
+        s = self.settings = Settings(**settings)
         self.progress = progress
-        self.act_dtype = self.settings.act_dtype or ("bf16" if jax.default_backend() == "gpu" else "fp32")
-        if not isinstance(model, LoadedModel):
-            start = time.perf_counter()
-            model = load(model, self.act_dtype)
-            self.load_seconds = time.perf_counter() - start
-        else:
-            self.load_seconds = 0.0
-        self.model = model
-        self.drafts, self.width, self.drafts_reason = choose_drafts(self.settings, bool(model.config.mtp_num_hidden_layers))
-        self.max_len = min(self.settings.max_len or model.config.max_position_embeddings, model.config.max_position_embeddings)
+        self.act_dtype = s.act_dtype or ("bf16" if jax.default_backend() == "gpu" else "fp32")
+        self.config = model.config if isinstance(model, LoadedModel) else read_config(find(model))
+        self.drafts, self.width, self.drafts_reason = choose_drafts(s, bool(self.config.mtp_num_hidden_layers))
+        positions = self.config.max_position_embeddings
+        require(s.max_len is None or s.max_len <= positions, "max_len", s.max_len, f"at most the model's {positions}")
+        self.max_len = s.max_len or positions
+        self.specs(RunBucket(1, LEAST_LEN))  # refuses what cannot run, before any weight is read
+        start = time.perf_counter()
+        self.model = model if isinstance(model, LoadedModel) else load(model, self.act_dtype)
+        self.load_seconds = time.perf_counter() - start
         self.compiler = Compiler()
-        self.specs(RunBucket(1, LEAST_LEN))  # illegal combinations are refused here
 
     def specs(self, bucket: RunBucket) -> ModelSpecs:
         """The static description of a bucket; raises ValueError or BackendError for what cannot run."""
         s = self.settings
         return hybrid.model_specs(
-            self.model.config, slots=bucket.requests + 1, max_len=bucket.max_len, width=self.width, mode=s.mode,
+            self.config, slots=bucket.requests + 1, max_len=bucket.max_len, width=self.width, mode=s.mode,
             history=s.history, act_dtype=self.act_dtype, ssm_dtype=s.ssm_dtype,
             implementation=None if s.implementation == "auto" else s.implementation, mtp=self.drafts == "mtp",
         )  # fmt: skip
@@ -84,9 +83,9 @@ class Generator:
         for i, ids in enumerate(encoded):
             if not ids:
                 raise ValueError(f"prompts[{i}] is empty: a prompt needs at least one token")
-            bad = [x for x in ids if not 0 <= x < self.model.config.vocab_size]
+            bad = [x for x in ids if not 0 <= x < self.config.vocab_size]
             if bad:
-                raise ValueError(f"prompts[{i}] has token ids {bad[:5]}: allowed are 0..{self.model.config.vocab_size - 1}")
+                raise ValueError(f"prompts[{i}] has token ids {bad[:5]}: allowed are 0..{self.config.vocab_size - 1}")
             if len(ids) + max_new_tokens > self.max_len:
                 raise ValueError(
                     f"prompts[{i}] has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together at most "
@@ -102,6 +101,7 @@ class Generator:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        ignore_eos: bool = False,
         on_tokens: Callable[[int, list[int], str | None], None] | None = None,
     ) -> dict:
         """Generate for every prompt (text, or token ids) and return the record that `jax-ssm generate --json` prints.
@@ -110,21 +110,23 @@ class Generator:
         Greedy at temperature 0, and given a seed also otherwise, the text of a prompt does not depend on width, drafts,
         rounds_per_call or the other prompts, as long as the arithmetic of the backend does not (fp32 states).
         """
-        request = Request(max_new_tokens, temperature, top_p, seed)
+        request = Request(max_new_tokens, temperature, top_p, seed, ignore_eos)
         encoded = self.check_prompts(prompts, max_new_tokens)
         s, clock = self.settings, time.perf_counter
         longest = max(map(len, encoded)) + max_new_tokens + self.width
         bucket = choose_bucket(len(encoded), longest, max_requests=s.max_requests, least_len=LEAST_LEN)
         self.compiler.begin()
         start = clock()
-        allocate, prefill, decode = self._executables(bucket)
+        ready = self.executables(bucket)
+        allocate, prefill, decode = (ready[name].call for name in ("allocate", "prefill", "rounds"))
         compile_seconds = clock() - start
 
         start, decode_seconds, calls = clock(), 0.0, 0
         texts = [Sequenced(i, ids, len(ids) + max_new_tokens) for i, ids in enumerate(encoded)]
         waiting, free = deque(texts), FreeList(bucket.requests)
         rows: list[tuple[Sequenced, int] | None] = [None] * bucket.requests  # text and slot of each row
-        choices = self._choices(request)
+        eos = () if ignore_eos else self.model.eos
+        choices = self._choices(request, eos)
         carry = allocate()
         while waiting or any(rows):
             fresh = []
@@ -135,11 +137,11 @@ class Generator:
             for chunk in self._chunks(rows, fresh, bucket):
                 carry, emitted = prefill(self.model.params, carry, chunk, choices)
                 if chunk.last.any():
-                    self._collect(rows, free, jax.device_get(emitted), on_tokens, first=True)
+                    self._collect(rows, free, jax.device_get(emitted), eos, on_tokens, first=True)
             if any(rows):
                 began = clock()
                 carry, emitted = decode(self.model.params, carry, choices)
-                self._collect(rows, free, jax.device_get(emitted), on_tokens)
+                self._collect(rows, free, jax.device_get(emitted), eos, on_tokens)
                 decode_seconds += clock() - began
                 calls += 1
         total = clock() - start
@@ -147,26 +149,25 @@ class Generator:
             self.compiler.require_no_stray()
         return self._report(texts, request, bucket, calls, compile_seconds, total, decode_seconds)
 
-    def _executables(self, bucket: RunBucket) -> tuple[Callable, Callable, Callable]:
-        """The three executables of a bucket, compiled at the first use."""
-        specs, compile_once = self.specs(bucket), self.compiler.executable
-        fresh_start = partial(rounds.allocate, specs, bucket.requests, self.drafts == "mtp")
-        carry = jax.eval_shape(fresh_start)
-        if not self.compiler.has("rounds", bucket):
+    def executables(self, bucket: RunBucket) -> dict[str, Executable]:
+        """allocate, prefill and rounds for a bucket, compiled at the first use."""
+        if not self.compiler.has(bucket):
             self.progress(f"compiling for bucket {bucket} (requests x positions)")
-        choices, chunk = self._choices(Request()), self._empty_chunk(bucket)
-        params = self.model.params
-        return (
-            compile_once("allocate", bucket, fresh_start, ()),
-            compile_once("prefill", bucket, partial(rounds.prefill, specs), (params, carry, chunk, choices), (1,)),
-            compile_once(
-                "rounds", bucket, partial(rounds.decode_rounds, specs, self.settings.rounds_per_call),
-                (params, carry, choices), (1,),
-            ),
-        )  # fmt: skip
+        return self.compiler.executables(bucket, partial(self._parts, bucket))
 
-    def _choices(self, request: Request) -> rounds.Choices:
-        eos = self.model.eos if not self.settings.ignore_eos else ()
+    def _parts(self, bucket: RunBucket) -> dict[str, Part]:
+        specs = self.specs(bucket)
+        allocate = partial(rounds.allocate, specs, bucket.requests, self.drafts == "mtp")
+        carry, params = jax.eval_shape(allocate), self.model.params
+        choices, chunk = self._choices(Request()), self._empty_chunk(bucket)
+        several = partial(rounds.decode_rounds, specs, self.settings.rounds_per_call)
+        return {
+            "allocate": Part(allocate, ()),
+            "prefill": Part(partial(rounds.prefill, specs), (params, carry, chunk, choices), (1,)),
+            "rounds": Part(several, (params, carry, choices), (1,)),
+        }
+
+    def _choices(self, request: Request, eos: tuple[int, ...] = ()) -> rounds.Choices:
         ids = np.full(max(len(self.model.eos), 1), -1, np.int32)
         ids[: len(eos)] = eos
         return rounds.Choices(np.float32(request.temperature), np.float32(request.top_p), np.uint32(request.seed), ids)
@@ -198,7 +199,7 @@ class Generator:
                     chunk.following[row] = text.prompt[begin + n]
             yield chunk
 
-    def _collect(self, rows, free: FreeList, emitted: rounds.Emitted, on_tokens, first: bool = False) -> None:
+    def _collect(self, rows, free: FreeList, emitted: rounds.Emitted, eos, on_tokens, first: bool = False) -> None:
         """Hand out what one call emitted, and free the rows that are done."""
         for row, owner in enumerate(rows):
             if owner is None or not emitted.count[:, row].any():
@@ -211,8 +212,7 @@ class Generator:
                     text.accepted.append(int(count))
             text.tokens += new
             if not emitted.live[row]:
-                ends = not self.settings.ignore_eos and new[-1] in self.model.eos
-                text.finish = "eos" if ends else "length"
+                text.finish = "eos" if new[-1] in eos else "length"
                 rows[row] = None
                 free.give(slot)
             if on_tokens is not None:
@@ -221,7 +221,7 @@ class Generator:
     def _report(self, texts, request, bucket, calls, compile_seconds, total, decode_seconds) -> dict:
         accepted = [n for text in texts for n in text.accepted]
         made = sum(len(text.tokens) for text in texts)
-        device, fresh = jax.devices()[0], self.compiler.fresh()
+        device, fresh = jax.devices()[0], self.compiler.fresh
         return {
             "results": [
                 {
@@ -237,7 +237,7 @@ class Generator:
             "compilations": {
                 "total": len(fresh),
                 "stray": self.compiler.stray(),
-                "buckets": {str(bucket): [e.name for e in self.compiler.all() if e.bucket == str(bucket)]},
+                "buckets": {str(bucket): list(self.compiler.executables(bucket, dict))},
                 "executables": [
                     {"name": e.name, "bucket": e.bucket, "seconds": round(e.seconds, 4), "temp_bytes": e.temp_bytes}
                     for e in fresh

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jax_ssm.models import ModelConfig, load_model
+from jax_ssm.models import ModelConfig, load_config, load_params
+from jax_ssm.models.weights import open_checkpoint
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
@@ -36,15 +37,29 @@ class LoadedModel:
         return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(list(ids))
 
 
+def find(directory: str | Path | None) -> Path:
+    """The checkpoint directory, None for the model that comes with the package. ValueError when it does not exist."""
+    root = Path(DEMO if directory is None else directory)
+    if not root.is_dir():
+        raise ValueError(f"model={str(root)!r} is not a directory: give one with config.json and *.safetensors")
+    return root
+
+
+def read_config(root: Path) -> ModelConfig:
+    """Config of a checkpoint, without its MTP head where the weights have none. Reads headers only, no weights."""
+    config = load_config(root)
+    has_mtp = any(name.startswith("mtp.") for name in open_checkpoint(root))
+    return config if has_mtp else replace(config, mtp_num_hidden_layers=0)
+
+
 def load(directory: str | Path | None, act_dtype: str) -> LoadedModel:
     """Load a checkpoint directory, None for the model that comes with the package; weights in act_dtype.
 
     Raises ValueError when something that it needs is missing or does not fit.
     """
-    root = Path(DEMO if directory is None else directory)
-    if not root.is_dir():
-        raise ValueError(f"model={str(root)!r} is not a directory: give one with config.json and *.safetensors")
-    config, params = load_model(root, act_dtype)
+    root = find(directory)
+    config = read_config(root)
+    params = load_params(root, config, act_dtype)
     tokenizer = None
     if (root / "tokenizer.json").is_file():
         from tokenizers import Tokenizer

@@ -41,10 +41,9 @@ def choose(logits: Array, temperature: Array, top_p: Array, seed: Array, request
     """
 
     def sampled(x):
-        root = jax.random.key(seed)
-
         def noise(r, i):
-            return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(root, r), i), x.shape[-1:], jnp.float32)
+            key = jax.random.wrap_key_data(jnp.stack([seed, r.astype(jnp.uint32)]), impl="threefry2x32")
+            return jax.random.gumbel(jax.random.fold_in(key, i), x.shape[-1:], jnp.float32)
 
         draw = jax.vmap(noise)(request.reshape(-1), position.reshape(-1)).reshape(x.shape)
         return jnp.argmax(filter_logits(x, jnp.maximum(temperature, 1e-6), top_p) + draw, axis=-1)

@@ -32,7 +32,7 @@ class Settings:
     rounds_per_call: rounds that run on the device between two visits of the host.
     max_requests: rows of the largest bucket; more prompts wait for a free row. max_len: longest prompt plus text; None:
     what the model's positions allow. prefill_chunk: prompt tokens of one prefill call.
-    ignore_eos: write max_new_tokens tokens whatever they are. strict: raise when something compiles outside the buckets.
+    strict: raise when something compiles outside the buckets.
     """
 
     mode: str = "native"
@@ -46,7 +46,6 @@ class Settings:
     max_requests: int = 16
     max_len: int | None = None
     prefill_chunk: int = 64
-    ignore_eos: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -89,12 +88,17 @@ def choose_drafts(settings: Settings, has_mtp: bool) -> tuple[str, int, str]:
 
 @dataclass(frozen=True)
 class Request:
-    """Traced choices of one generation: another value uses the same executables."""
+    """Traced choices of one generation: another value uses the same executables.
+
+    temperature: 0 is greedy. top_p: the most probable tokens whose sum reaches it (1: all); no effect when greedy.
+    ignore_eos: write max_new_tokens tokens whatever they are.
+    """
 
     max_new_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         require(_integer(self.max_new_tokens, 1), "max_new_tokens", self.max_new_tokens, "an integer of at least 1")
