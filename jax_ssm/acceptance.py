@@ -49,12 +49,21 @@ def split_lengths(acceptance: StateAcceptance) -> list[tuple[SSMForward, Array]]
     return pairs
 
 
-def check_acceptance(spec: SSMSpec, acceptance: StateAcceptance) -> None:
-    """Raise ValueError, before anything changes, unless `acceptance` fits `spec`.
+def check_receipt(spec: SSMSpec, receipt: SSMForward, row, tokens: int) -> None:
+    """Raise ValueError unless the receipt is of this mode and state key and of `tokens` rows, and `row` is a layer."""
+    if receipt.mode != spec.mode:
+        raise ValueError(f"receipt.mode={receipt.mode!r}: this state is {spec.mode!r}")
+    if receipt.state_key != spec.state_key:
+        raise ValueError(f"receipt.state_key={receipt.state_key!r}: this state is {spec.state_key!r}")
+    if tokens != receipt.layout.row_request.shape[0]:
+        raise ValueError(f"inputs have {tokens} token rows: the receipt's layout has {receipt.layout.row_request.shape[0]}")
+    number = concrete(row)
+    if number is not None and not 0 <= number < spec.layers:
+        raise ValueError(f"row={row} is not allowed: layer rows are 0..{spec.layers - 1}")
 
-    Structure (receipts present, of this mode and state key, total of lengths) is always checked. Values are checked
-    when they are concrete: 1 <= length <= verify_len on live rows, no slot in two receipts.
-    """
+
+def check_structure(spec: SSMSpec, acceptance: StateAcceptance) -> None:
+    """Raise ValueError unless receipts are present, of this mode and state key, and `lengths` covers their rows."""
     if not acceptance.forwards:
         raise ValueError("acceptance.forwards=() is not allowed: an acceptance needs the receipts of its forwards")
     for i, forward in enumerate(acceptance.forwards):
@@ -65,6 +74,15 @@ def check_acceptance(spec: SSMSpec, acceptance: StateAcceptance) -> None:
     total = sum(forward.layout.slots.shape[0] for forward in acceptance.forwards)
     if acceptance.lengths.shape != (total,):
         raise ValueError(f"acceptance.lengths.shape={acceptance.lengths.shape}: the receipts hold {total} request rows")
+
+
+def check_acceptance(spec: SSMSpec, acceptance: StateAcceptance) -> None:
+    """Raise ValueError, before anything changes, unless `acceptance` fits `spec`.
+
+    Structure (receipts present, of this mode and state key, total of lengths) is always checked. Values are checked
+    when they are concrete: 1 <= length <= verify_len on live rows, no slot in two receipts.
+    """
+    check_structure(spec, acceptance)
     seen: list[int] = []
     for i, (forward, lengths) in enumerate(split_lengths(acceptance)):
         values, verify, slots = concrete(lengths), concrete(forward.layout.verify_len), concrete(forward.layout.slots)

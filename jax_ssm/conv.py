@@ -9,11 +9,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_ssm.acceptance import SSMForward
+from jax_ssm.acceptance import SSMForward, check_receipt
 from jax_ssm.gates import round_to, store
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, read_index
+from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
 
 Array = jax.Array
 
@@ -36,6 +36,14 @@ def _past(spec: SSMSpec, state: ConvSSMState, row, slots: Array, offset: Array) 
     return jnp.take_along_axis(window, columns[:, None, :], axis=2).astype(jnp.float32).swapaxes(1, 2)
 
 
+def check_channels(spec: SSMSpec, x: Array, weight: Array) -> None:
+    """Raise ValueError unless x [.., C] and weight [C, kw] fit the spec."""
+    if x.shape[-1] != spec.channels or x.dtype != dtype(spec.act_dtype):
+        raise ValueError(f"x={x.dtype}{x.shape} is not allowed: this spec needs {spec.channels} channels of {spec.act_dtype!r}")
+    if weight.shape != (spec.channels, spec.conv_width):
+        raise ValueError(f"weight.shape={weight.shape} is not allowed: this spec needs {(spec.channels, spec.conv_width)}")
+
+
 def conv_forward(
     spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, x: Array, weight: Array, bias: Array | None = None
 ) -> tuple[ConvSSMState, Array]:
@@ -44,6 +52,8 @@ def conv_forward(
     x [T, C] raw inputs, weight [C, kw], bias [C]. Returns the state with this round's window and y [T, C] in x's dtype,
     zero in padding rows. The old window is gone until accept: run it once a round.
     """
+    check_receipt(spec, receipt, row, x.shape[0])
+    check_channels(spec, x, weight)
     layout, act = receipt.layout, x.dtype
     slots = read_index(spec, layout.slots)
     past = _past(spec, state, row, slots, receipt.offset)
@@ -71,6 +81,7 @@ def conv_prefill(
     Returns the state whose window holds the last kw-1 inputs in columns [0, kw-1), and y [B, N, C], zero beyond each
     length. Rows of length 0 and slots that are not live change nothing.
     """
+    check_channels(spec, x, weight)
     act, n = x.dtype, x.shape[1]
     past = _past(spec, state, row, read_index(spec, slots), jnp.zeros_like(slots))
     real = jnp.arange(n) < lengths[:, None]

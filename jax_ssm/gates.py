@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ssm.spec import L2NORM_EPS, SSMSpec
-from jax_ssm.state import pytree
+from jax_ssm.state import dtype, pytree
 
 Array = jax.Array
 
@@ -92,8 +92,29 @@ def log_decay(spec: SSMSpec, a: Array, A_log: Array, dt_bias: Array) -> Array:
     return -rate * softplus(x)
 
 
+def check_inputs(spec: SSMSpec, inputs: LinearInputs) -> None:
+    """Raise ValueError for a shape or dtype that this spec cannot take. Leading axes are free but must agree."""
+    lead, gates = inputs.q.shape[:-2], spec.v_heads * spec.gates
+    shapes = {
+        "q": lead + (spec.q_heads, spec.k_dim),
+        "k": lead + (spec.k_heads, spec.k_dim),
+        "v": lead + (spec.v_heads, spec.v_dim),
+        "a": lead + (gates,),
+        "b": lead + (spec.v_heads,),
+        "A_log": (spec.v_heads,),
+        "dt_bias": (gates,),
+    }
+    for name, shape in shapes.items():
+        x = getattr(inputs, name)
+        if x.shape != shape:
+            raise ValueError(f"inputs.{name}.shape={x.shape} is not allowed: this spec needs {shape}")
+        if name in "qkv" and x.dtype != dtype(spec.act_dtype):
+            raise ValueError(f"inputs.{name}.dtype={x.dtype} is not allowed: this spec needs {spec.act_dtype!r}")
+
+
 def prologue(spec: SSMSpec, inputs: LinearInputs) -> CoreInputs:
     """Everything the core reads, from the raw inputs. beta is the fp32 sigmoid of the widened logit."""
+    check_inputs(spec, inputs)
     act = inputs.k.dtype
     k, v, q = (round_to(x, act) for x in (inputs.k, inputs.v, inputs.q))
     return CoreInputs(

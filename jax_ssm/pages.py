@@ -14,7 +14,7 @@ from jax_ssm.executors import replay as replay_mode
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
 from jax_ssm.spec import SSMSpec, page_bytes
-from jax_ssm.state import ConvSSMState, check_slots, dtype, map_slots, pytree
+from jax_ssm.state import ConvSSMState, check_slots, concrete, dtype, map_slots, pytree
 
 __all__ = ["Pages", "init_pages", "export_into", "restore", "page_bytes"]
 
@@ -119,6 +119,10 @@ def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, s
     Raises ValueError for concrete ids that are not live, repeated, or outside the pages.
     """
     check_slots(spec, slots, n)
+    ids, count = concrete(page_ids), concrete(n)
+    bad = [] if ids is None or count is None else [int(p) for p in ids[:count] if not 0 <= p < pages.ssm.shape[0]]
+    if bad:
+        raise ValueError(f"page_ids={ids.tolist()} contains {bad}: allowed are 0..{pages.ssm.shape[0] - 1}")
     slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
     total = pages.ssm.shape[0]
     valid = (slots >= 0) & (slots < spec.hold) & (page_ids >= 0) & (page_ids < total)

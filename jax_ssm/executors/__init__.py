@@ -9,7 +9,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_ssm.acceptance import Ledger, SSMForward, StateAcceptance, check_acceptance, split_lengths
+from jax_ssm.acceptance import (
+    Ledger,
+    SSMForward,
+    StateAcceptance,
+    check_acceptance,
+    check_receipt,
+    check_structure,
+    split_lengths,
+)
 from jax_ssm.conv import canonical_window, merge_windows
 from jax_ssm.executors import compact, native, replay
 from jax_ssm.gates import CoreInputs, LinearInputs, prologue
@@ -53,6 +61,7 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, inputs
 
 def forward_core(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
     """`forward` from prologue outputs (normalised q and k, decay, beta); what bit comparisons across frameworks feed."""
+    check_receipt(spec, receipt, row, core.k.shape[0])
     return MODES[spec.mode].forward(spec, state, receipt, row, core)
 
 
@@ -61,8 +70,10 @@ def accept(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance) -> C
 
     Lengths count the base token, 1..verify_len; larger ones are clamped, 0 leaves the row (and its accepted index)
     alone. Native moves an index, replay a cursor, compact re-runs the prefix. This function cannot know whether a
-    receipt was accepted before: use `commit` where receipts cross the host.
+    receipt was accepted before: use `commit` where receipts cross the host. Raises ValueError when receipts are missing
+    or of another state.
     """
+    check_structure(spec, acceptance)
     pairs = [(f, jnp.clip(lengths, 0, f.layout.verify_len)) for f, lengths in split_lengths(acceptance)]
     state = MODES[spec.mode].accept(spec, state, pairs)
     accepted = state.accepted

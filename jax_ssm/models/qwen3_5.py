@@ -229,7 +229,8 @@ def _full_sequence(config: ModelConfig, p: Params, x: Array) -> Array:
 
 
 def _gdn_sequence(config: ModelConfig, p: Params, x: Array) -> Array:
-    spec, (b, n) = linear_spec(config), x.shape[:2]
+    b, n = x.shape[:2]
+    spec = linear_spec(config, act_dtype="bf16" if x.dtype == jnp.bfloat16 else "fp32")
     qkv, z, gate_a, gate_b = gdn_projections(p, x)
     core = prologue(spec, gdn_inputs(spec, p, conv_sequence(qkv, p["conv1d"]), gate_a, gate_b))
     empty = jnp.zeros((b, spec.v_heads, spec.v_dim, spec.k_dim), jnp.float32)
