@@ -13,6 +13,7 @@ from benchmarks import record
 COMMANDS = {
     "identity": "greedy text of native, compact and replay, plain and speculative, token by token",
     "accuracy": "state against a float64 recurrence after 2,048 tokens",
+    "report": "rewrite the tables of README and docs from the recorded results",
     "export": "temporary memory of an export into caller-owned pages",
 }
 

@@ -1,0 +1,47 @@
+"""Tables of the README and docs, written from the recorded results: `<!-- table NAME -->` .. `<!-- end -->` blocks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+from pathlib import Path
+
+from benchmarks import record
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command-line options."""
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a table is out of date")
+    parser.add_argument("files", type=Path, nargs="*", default=None, help="default: README.md and docs/*.md")
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Rewrite every block in the files; NAME is <device>/<command>, a file below benchmarks/results."""
+    cells, stale = [], False
+    for path in args.files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text()
+        fresh = BLOCK.sub(lambda m: m[1] + markdown(m[2]) + m[3], text)
+        stale |= fresh != text
+        cells.append({"file": str(path.relative_to(ROOT)), "tables": len(BLOCK.findall(text)), "changed": fresh != text})
+        if not args.check:
+            path.write_text(fresh)
+    return {"ok": not (args.check and stale), "cells": cells}
+
+
+def markdown(name: str) -> str:
+    """The table of one result file in Markdown, with the line that says where it comes from."""
+    data = json.loads((record.RESULTS / f"{name}.json").read_text())
+    heads, rows = importlib.import_module(f"benchmarks.{data['name'].replace('-', '_')}").table(data)
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    source = f"`{data['command']}`, {data['device']}, jax {data['versions']['jax']}, {data['date']}"
+    return "\n".join([*lines, "", f"({source})", ""])
+
+
+def table(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a person."""
+    return ["file", "tables", "changed"], [[c["file"], str(c["tables"]), str(c["changed"])] for c in data["cells"]]
