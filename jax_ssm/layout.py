@@ -93,6 +93,8 @@ def _check_rows(spec: SSMSpec, b_req_idx, b_mtp_index, fixed: bool) -> None:
         offsets = np.arange(ids.size) % spec.width
     runs = np.flatnonzero(offsets[: live.size] == 0)
     owners = live[runs]
+    if fixed and not np.array_equal(live, np.repeat(owners, spec.width)):
+        raise ValueError(f"b_req_idx={ids.tolist()} is not allowed: fixed verify needs width={spec.width} rows of each slot")
     if len(set(owners.tolist())) != owners.size:
         raise ValueError(f"b_req_idx={ids.tolist()} repeats a slot: live requests need distinct slots")
     lengths = np.diff(np.append(runs, live.size))

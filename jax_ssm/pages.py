@@ -37,13 +37,24 @@ def init_pages(spec: SSMSpec, pages: int) -> Pages:
     )
 
 
+def check_pages(spec: SSMSpec, pages: Pages) -> None:
+    """Raise ValueError unless the pages have the geometry and dtypes of `spec`: a smaller page would restore in part."""
+    want = jax.eval_shape(lambda: init_pages(spec, pages.ssm.shape[0]))
+    for name in ("ssm", "conv"):
+        has, needs = getattr(pages, name), getattr(want, name)
+        if has.shape != needs.shape or has.dtype != needs.dtype:
+            raise ValueError(f"pages.{name}={has.dtype}{has.shape} is not allowed: this spec needs {needs.dtype}{needs.shape}")
+
+
 def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> Pages:
     """Write the canonical state of the first n of slots [N] into pages page_ids [N].
 
     Donate `pages`: temporary memory is a few kilobytes at most, whatever the batch. The state is unchanged; replay folds
     its live records on the way, by the recurrence of every other fold. Requests whose slot is not live or whose page id
-    is out of range are dropped. Legal only between an accept and the next prepare.
+    is out of range are dropped. Legal only between an accept and the next prepare. Raises ValueError for pages of another
+    geometry or dtype.
     """
+    check_pages(spec, pages)
     slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
     n = jnp.minimum(n, slots.shape[0])
 
@@ -116,8 +127,10 @@ def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, s
 
     Donate `state`. Everything else that the slot owned (other native rows, records, window tail) is zeroed, so no
     trace of its last owner is left. Requests whose slot is not live or whose page id is out of range change nothing.
-    Raises ValueError for concrete ids that are not live, repeated, or outside the pages.
+    Raises ValueError for concrete ids that are not live, repeated, or outside the pages, and for pages of another
+    geometry or dtype.
     """
+    check_pages(spec, pages)
     check_slots(spec, slots, n)
     ids, count = concrete(page_ids), concrete(n)
     bad = [] if ids is None or count is None else [int(p) for p in ids[:count] if not 0 <= p < pages.ssm.shape[0]]
