@@ -226,6 +226,17 @@ def test_R63_one_executable_and_one_structure_over_many_updates(fixed):
             assert np.all(np.isfinite(o)) and not np.any(o[W * count :]) and (count == 0 or np.any(o[: W * count]))
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_forward_names_inputs_of_another_shape(phase):
+    bucket = Bucket(2, 4, phase)
+    lead = (4,) if phase == "decode" else (2, 4)
+    for spec, binding, name in ((LINEAR, BINDINGS[0], "qkv"), (LINEAR, BINDINGS[0], "a"), (FULL, BINDINGS[2], "k")):
+        ctx, inputs = ready(spec, bucket).replace(updated=jnp.ones((), bool)), inputs_of(spec, lead)
+        for bad in (getattr(inputs, name)[..., :1], getattr(inputs, name)[:1]):
+            with pytest.raises(ValueError, match=rf"{name}.shape=.* is not allowed: Bucket\(requests=2"):
+                attention.forward(binding, ctx, INIT[spec.kind](spec), inputs.replace(**{name: bad}))
+
+
 # --- linear layers --------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_ssm import executors
 from jax_ssm.attention import life
 from jax_ssm.attention.batch import DecodeBatch, PrefillBatch, empty_chunk, empty_layout
 from jax_ssm.attention.kv import KVState, accept_kv, advance_kv, committed, read_kv, write_kv
@@ -74,7 +73,8 @@ def allocate_context(spec: LayerSpec, bucket: Bucket, config: KernelConfig = Ker
 def prepare(spec: LayerSpec, ctx: Context) -> Context:
     """Once per bucket: plan the walk over the KV. Raises RuntimeError when prepared twice."""
     life.check_prepare(ctx)
-    executors.check_config(ctx.config)
+    if ctx.config.implementation != "xla":
+        raise NotImplementedError(f"implementation={ctx.config.implementation!r}: full attention runs on 'xla' only")
     return ctx.replace(prepared=True, plan=plan_decode(spec.kv.max_len, spec.kv.position_bytes))
 
 
@@ -119,6 +119,8 @@ def forward(
     life.check_binding(binding, ctx)
     spec, row, positions = binding.spec.kv, binding.row, ctx.positions
     q, k, v = inputs.q, inputs.k, inputs.v
+    for name, x, heads in (("q", q, spec.heads), ("k", k, spec.kv_heads), ("v", v, spec.kv_heads)):
+        life.check_rows(ctx, name, x, (heads, spec.head_dim))
     decode = ctx.bucket.phase == "decode"
     if decode:
         q, k, v = (to_windows(spec, ctx.layout, x) for x in (q, k, v))

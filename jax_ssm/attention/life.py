@@ -20,7 +20,7 @@ def check_prepare(ctx) -> None:
 
 def check_update(spec: LayerSpec, ctx, batch) -> None:
     """Raise RuntimeError before prepare; ValueError when the batch has another phase or other shapes than the bucket."""
-    bucket, rows = ctx.bucket, spec.geometry
+    bucket = ctx.bucket
     if not ctx.prepared:
         raise RuntimeError("update: the step prepare(spec, context) is missing")
     wanted = DecodeBatch if bucket.phase == "decode" else PrefillBatch
@@ -33,7 +33,9 @@ def check_update(spec: LayerSpec, ctx, batch) -> None:
         found = {"requests": layout.slots.shape[0], "tokens": layout.row_request.shape[0], "fixed": layout.fixed}
     for name, value in found.items():
         if value != getattr(bucket, name):
-            raise ValueError(f"batch: {name}={value} does not fit {bucket} of a state with width={rows.width}")
+            raise ValueError(
+                f"batch: {name}={value} does not fit {bucket} of group {spec.group_id!r} (width={spec.geometry.width})"
+            )
 
 
 def check_ready(verb: str, ctx) -> None:
@@ -52,6 +54,14 @@ def check_binding(binding: LayerAttentionBinding, ctx) -> None:
         raise ValueError(f"binding.spec.group_id={binding.spec.group_id!r}: this context is of group {ctx.spec.group_id!r}")
     if binding.backend != ctx.config.implementation:
         raise ValueError(f"binding.backend={binding.backend!r}: this context is for {ctx.config.implementation!r}")
+
+
+def check_rows(ctx, name: str, x: Array, trailing: tuple[int, ...]) -> None:
+    """Raise ValueError unless x has the bucket's token axes ([T], in prefill [B, N]) and then the axes `trailing`."""
+    bucket = ctx.bucket
+    lead = (bucket.tokens,) if bucket.phase == "decode" else (bucket.requests, bucket.tokens)
+    if x.shape != lead + trailing:
+        raise ValueError(f"{name}.shape={x.shape} is not allowed: {bucket} needs {lead + trailing}")
 
 
 def write_out(o: Array, out: Array | None) -> Array:

@@ -99,6 +99,12 @@ def forward(
     life.check_ready("forward", ctx)
     life.check_binding(binding, ctx)
     spec, row = binding.spec.ssm, binding.row
+    for name, x, size in (
+        ("qkv", inputs.qkv, spec.channels),
+        ("a", inputs.a, spec.v_heads * spec.gates),
+        ("b", inputs.b, spec.v_heads),
+    ):
+        life.check_rows(ctx, name, x, (size,))
     conv = inputs.qkv, inputs.conv_weight, inputs.conv_bias
     if ctx.bucket.phase == "decode":
         state, y = conv_forward(spec, state, ctx.receipt, row, *conv)
