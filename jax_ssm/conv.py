@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ssm.acceptance import SSMForward, check_receipt
-from jax_ssm.gates import round_to, store
+from jax_ssm.gates import round_to, sigmoid, store
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import SSMSpec
 from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
@@ -26,7 +26,7 @@ def _convolve(x: Array, weight: Array, bias: Array | None, out_len: int) -> Arra
         y = y + x[:, i : i + out_len] * w[:, i]
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y * jax.nn.sigmoid(y)
+    return y * sigmoid(y)
 
 
 def _past(spec: SSMSpec, state: ConvSSMState, row, slots: Array, offset: Array) -> Array:

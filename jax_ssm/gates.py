@@ -39,8 +39,9 @@ class LinearInputs:
 
 @pytree()
 class CoreInputs:
-    """What the recurrence reads, all fp32 except the raw k and v that become records:
-    q [.., H, K] normalised and scaled, k_hat [.., KH, K] normalised, decay [.., HV, G], beta [.., HV]."""
+    """What the recurrence reads: fp32 q [.., H, K] normalised and scaled, k_hat [.., KH, K] normalised,
+    decay [.., HV, G], beta [.., HV]; and the raw q_raw [.., H, K], k [.., KH, K], v [.., HV, V] in the activation
+    dtype: k and v become records, q_raw enters GDN's Gram coefficients (replay)."""
 
     q: Array
     k_hat: Array
@@ -48,6 +49,7 @@ class CoreInputs:
     beta: Array
     k: Array
     v: Array
+    q_raw: Array
 
 
 def round_to(x: Array, dtype) -> Array:
@@ -67,14 +69,30 @@ def l2norm(x: Array) -> Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2NORM_EPS)
 
 
+def reciprocal(d: Array) -> Array:
+    """1 / d for d in [1, 2]: a linear start and three Newton steps; GPU compilers round divisions differently."""
+    r = 24.0 / 17.0 - d * (8.0 / 17.0)
+    for _ in range(3):
+        r = r * (2.0 - d * r)
+    return r
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e) for x >= 0 and e / (1 + e) below, with e = exp(-|x|)."""
+    e = jnp.exp(-jnp.abs(x))
+    r = reciprocal(1.0 + e)
+    return jnp.where(x >= 0.0, r, e * r)
+
+
 def softplus(x: Array) -> Array:
-    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), with log1p(e) = 2 artanh(e / (e + 2)) as an explicit series.
+    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), with log1p(e) = 2 artanh((e/2) / (1 + e/2)) as an explicit series.
 
     Library log1p differs in the last bit between GPU compilers; these multiplications and additions do not. Above 20 the
     second term is below half an ulp of x, so the function is linear there.
     """
     e = jnp.exp(-jnp.abs(x))
-    s = e / (e + 2.0)
+    h = e * 0.5
+    s = h * reciprocal(1.0 + h)
     z = s * s
     p = jnp.full_like(x, ARTANH_SERIES[-1])
     for c in ARTANH_SERIES[-2::-1]:
@@ -88,7 +106,7 @@ def log_decay(spec: SSMSpec, a: Array, A_log: Array, dt_bias: Array) -> Array:
     x = x.reshape(a.shape[:-1] + (spec.v_heads, spec.gates))
     rate = jnp.exp(jnp.minimum(A_log.astype(jnp.float32), MAX_A_LOG))[:, None]
     if spec.lower_bound is not None:
-        return spec.lower_bound * jax.nn.sigmoid(rate * x)
+        return spec.lower_bound * sigmoid(rate * x)
     return -rate * softplus(x)
 
 
@@ -112,16 +130,23 @@ def check_inputs(spec: SSMSpec, inputs: LinearInputs) -> None:
             raise ValueError(f"inputs.{name}.dtype={x.dtype} is not allowed: this spec needs {spec.act_dtype!r}")
 
 
-def prologue(spec: SSMSpec, inputs: LinearInputs) -> CoreInputs:
-    """Everything the core reads, from the raw inputs. beta is the fp32 sigmoid of the widened logit."""
+def prologue(spec: SSMSpec, inputs: LinearInputs, implementation: str = "xla") -> CoreInputs:
+    """Everything the core reads, from the raw inputs [T, ..]. beta is the fp32 sigmoid of the widened logit."""
     check_inputs(spec, inputs)
+    if implementation == "pallas":
+        from kernels_pallas import gates as kernels
+
+        x = inputs
+        core = kernels.prologue(x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound)
+        return CoreInputs(*core, k=x.k, v=x.v, q_raw=x.q)
     act = inputs.k.dtype
     k, v, q = (round_to(x, act) for x in (inputs.k, inputs.v, inputs.q))
     return CoreInputs(
         q=l2norm(q) * spec.scale,
         k_hat=l2norm(k),
         decay=jnp.exp(log_decay(spec, inputs.a, inputs.A_log, inputs.dt_bias)),
-        beta=jax.nn.sigmoid(inputs.b.astype(jnp.float32)),
+        beta=sigmoid(inputs.b.astype(jnp.float32)),
         k=k.astype(act),
         v=v.astype(act),
+        q_raw=q.astype(act),
     )

@@ -20,7 +20,7 @@ from jax_ssm.acceptance import (
 )
 from jax_ssm.conv import canonical_window, merge_windows
 from jax_ssm.executors import compact, native, replay
-from jax_ssm.gates import CoreInputs, LinearInputs, prologue
+from jax_ssm.gates import CoreInputs, LinearInputs
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, check_slots, drop_index, read_index
@@ -31,9 +31,14 @@ MODES = {"native": native, "compact": compact, "replay": replay}
 
 
 def check_config(config: KernelConfig) -> None:
-    """Raise NotImplementedError for an implementation that cannot run here; nothing falls back silently."""
-    if config.implementation != "xla":
-        raise NotImplementedError(f"implementation={config.implementation!r} is not available in this installation: use 'xla'")
+    """Raise NotImplementedError for an implementation that cannot run here; nothing falls back silently.
+
+    "pallas" runs on NVIDIA GPUs, and on a CPU in interpret mode, which is for tests.
+    """
+    if config.implementation == "triton":
+        raise NotImplementedError("implementation='triton' is not available in this installation: use 'pallas' or 'xla'")
+    if config.implementation == "pallas" and jax.default_backend() not in ("gpu", "cpu"):
+        raise NotImplementedError(f"implementation='pallas' does not run on {jax.default_backend()!r}: use 'xla'")
 
 
 def prepare(
@@ -45,7 +50,7 @@ def prepare(
     (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round.
     """
     check_config(config)
-    state = MODES[spec.mode].prepare(spec, state, layout)
+    state = MODES[spec.mode].prepare(spec, state, layout, config)
     offset = state.accepted[read_index(spec, layout.slots)]
     return state, SSMForward(layout, offset, spec.mode, config, spec.state_key)
 
@@ -56,7 +61,8 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, inputs
     Returns o [T, HV, V] in v's dtype, exactly zero in padding rows. Writes only what this round owns: native T_r state
     rows, compact T_r window records, replay T_r uncommitted records. Rows and layers are independent.
     """
-    return forward_core(spec, state, receipt, row, prologue(spec, inputs))
+    check_receipt(spec, receipt, row, inputs.k.shape[0])
+    return MODES[spec.mode].forward(spec, state, receipt, row, native.core_inputs(spec, receipt, inputs))
 
 
 def forward_core(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:

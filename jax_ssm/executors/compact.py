@@ -30,6 +30,8 @@ def put_records(spec: SSMSpec, layout, row, at: Array, pools, values):
 
 def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
     """Verify: outputs o [T, HV, V] and T_r window records a request; the state is read and never written."""
+    if receipt.config.implementation == "pallas":
+        return _forward_kernel(spec, state, receipt, row, core)
     layout, w = receipt.layout, native.window_inputs(spec, receipt, core)
     s = state.ssm[row, read_index(spec, layout.slots)].astype(jnp.float32)
     o, _ = native.run_window(spec, s, w, None, lambda t, s, carry: carry)
@@ -39,10 +41,27 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: 
     return state.replace(extra=window), to_rows(layout, store(o, w.v.dtype))
 
 
+def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs):
+    from kernels_pallas import decode
+
+    layout, config, x = receipt.layout, receipt.config, state.extra
+    inputs = (core.q, core.k_hat, core.v, core.decay, core.beta)
+    where = (row, layout.slots, layout.verify_len, layout.cu)
+    launch = dict(block_v=config.block_v, num_warps=config.num_warps)
+    o, window = decode.compact(state.ssm, (x.k, x.v, x.decay, x.beta), *where, inputs, core.k, width=spec.width, **launch)
+    return state.replace(extra=CompactWindow(*window)), o
+
+
 def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
-    """Re-run the accepted prefix of every request, all layers, one layer at a time; rounds after every token."""
+    """Re-run the accepted prefix of every request, all layers; rounds after every token."""
     slots = jnp.concatenate([forward.layout.slots for forward, _ in pairs])
     lengths = jnp.concatenate([lengths for _, lengths in pairs])
+    config = pairs[0][0].config
+    if config.implementation == "pallas":
+        from kernels_pallas.commit import commit
+
+        x, launch = state.extra, dict(block_v=config.block_v, num_warps=config.num_warps)
+        return state.replace(ssm=commit(state.ssm, x.k, x.v, x.decay, x.beta, slots, lengths, **launch))
     source, target = read_index(spec, slots), drop_index(spec, slots, lengths > 0)
 
     def layer(row, ssm):

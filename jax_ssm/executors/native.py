@@ -8,15 +8,15 @@ from jax import lax
 
 from jax_ssm.acceptance import SSMForward
 from jax_ssm.executors.recurrence import expand_heads, read, step
-from jax_ssm.gates import CoreInputs, round_to, store
+from jax_ssm.gates import CoreInputs, LinearInputs, check_inputs, prologue, round_to, store
 from jax_ssm.layout import in_window, to_rows, to_windows
-from jax_ssm.spec import SSMSpec
+from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
 
 Array = jax.Array
 
 
-def prepare(spec: SSMSpec, state: ConvSSMState, layout) -> ConvSSMState:
+def prepare(spec: SSMSpec, state: ConvSSMState, layout, config: KernelConfig) -> ConvSSMState:
     """Nothing to do: the receipt already holds the row to start from."""
     return state
 
@@ -51,8 +51,21 @@ def run_window(spec: SSMSpec, s: Array, w: CoreInputs, carry, visit):
     return o, carry
 
 
-def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
+def core_inputs(spec: SSMSpec, receipt: SSMForward, inputs: LinearInputs) -> CoreInputs | LinearInputs:
+    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts."""
+    single = spec.mode == "native" and spec.rule == "gdn" and spec.width == 1
+    if receipt.config.implementation == "pallas" and single:
+        check_inputs(spec, inputs)
+        return inputs
+    return prologue(spec, inputs, receipt.config.implementation)
+
+
+def forward(
+    spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs | LinearInputs
+) -> tuple[ConvSSMState, Array]:
     """Verify T_r tokens of each request: writes state rows slot * W + t, t < T_r, and returns o [T, HV, V]."""
+    if receipt.config.implementation == "pallas":
+        return _forward_kernel(spec, state, receipt, row, core)
     layout, w = receipt.layout, window_inputs(spec, receipt, core)
     source = read_index(spec, layout.slots) * spec.width + receipt.offset
     real = in_window(layout, spec.width)
@@ -63,6 +76,20 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: 
 
     o, ssm = run_window(spec, state.ssm[row, source].astype(jnp.float32), w, state.ssm, snapshot)
     return state.replace(ssm=ssm), to_rows(layout, store(o, w.v.dtype))
+
+
+def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, x) -> tuple[ConvSSMState, Array]:
+    from kernels_pallas import decode
+
+    layout, config = receipt.layout, receipt.config
+    if isinstance(x, CoreInputs):
+        inputs = (x.q, x.k_hat, x.v, x.decay, x.beta)
+    else:
+        inputs = (x.q, x.k, x.v, x.a, x.b, x.A_log, x.dt_bias)
+    where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
+    launch = dict(block_v=config.block_v, num_warps=config.num_warps)
+    o, ssm = decode.native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **launch)
+    return state.replace(ssm=ssm), o
 
 
 def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:

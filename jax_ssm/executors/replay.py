@@ -18,7 +18,7 @@ from jax_ssm.executors.compact import put_records
 from jax_ssm.executors.recurrence import expand_heads, read, replay
 from jax_ssm.gates import CoreInputs, l2norm, store
 from jax_ssm.layout import DecodeLayout, to_rows
-from jax_ssm.spec import SSMSpec
+from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
 
 Array = jax.Array
@@ -29,7 +29,7 @@ def live(spec: SSMSpec, cursor: Array) -> tuple[Array, Array]:
     return cursor % (2 * spec.history), cursor // (2 * spec.history)
 
 
-def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
+def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: KernelConfig) -> ConvSSMState:
     """Once per batch, for all layers: fold the rows whose window does not fit, flip them, publish the forward cursor.
 
     A row folds iff T_r > 0 and n + T_r > L; it continues in the other half, so the records it folded stay intact.

@@ -1,0 +1,67 @@
+"""Commit of mode "compact": re-run the accepted prefix of every request in every layer, rounding after each token.
+
+One program per (V block, value head, layer x request). k^ is recomputed from the raw record by the norm of gates.py, so
+the state advances exactly as native decode of the same tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas._compat import call, load, program_id, when
+from kernels_pallas.decode import Tile, request_tokens, tile_of, vector_norm
+from kernels_pallas.recurrence import load_pieces, load_row_pieces, round_state, step, store_pieces
+
+
+def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _, state_ref, *, tile: Tile, interpret: bool):
+    requests = slots_ref.shape[0]
+    head, layer, r = program_id(1), lax.div(program_id(2), requests), lax.rem(program_id(2), requests)
+    rows = program_id(0) * tile.m + lax.iota(jnp.int32, tile.m)
+    column = program_id(0) * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
+    key = lax.div(head, v_pool.shape[2] // k_pool.shape[2])
+
+    @when(tokens > 0)
+    def _():
+        s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
+
+        def load_token(t):
+            at = jnp.minimum(t, tokens - 1)
+            r = vector_norm(k_pool, (layer, slot, key, at), tile)
+            k = load_row_pieces(k_pool, (layer, slot, key, at), tile.m, tile.k, tile.levels, tile.warps)
+            v = load(v_pool.at[layer, slot, head, at, rows]).astype(jnp.float32)
+            if decay_pool.shape[-1] == 1:
+                alpha = decay_pool[layer, slot, head, at, 0]
+            else:
+                alpha = load_row_pieces(decay_pool, (layer, slot, head, at), tile.m, tile.k, tile.levels, tile.warps)
+            return [x * r for x in k], v, alpha, beta_pool[layer, slot, head, at]
+
+        def body(t, carry):
+            s, (k, v, alpha, beta) = carry
+            following = load_token(t + 1)
+            s, _ = step(s, k, v, alpha, beta, tile.levels, interpret)
+            return round_state(s, state_ref.dtype, interpret), following
+
+        s, _ = lax.fori_loop(0, tokens, body, (s, load_token(0)))
+        store_pieces(state_ref, (layer, slot, head), column, s, tile.k, tile.levels, eviction_policy="evict_first")
+
+
+def commit(state, k, v, decay, beta, slots, lengths, *, block_v: int = 8, num_warps: int = 1):
+    """Advance state [layers, S, HV, V, K] of slots[r] by its first lengths[r] window records, all layers; 0 changes nothing.
+
+    k [layers, S, KH, W, K], v [layers, S, HV, W, V] raw, decay [layers, S, HV, W, G], beta [layers, S, HV, W] fp32; slots,
+    lengths [R] int32, lengths <= W. Donate the state. Returns it.
+    """
+    tile = tile_of(state, block_v, num_warps)
+    layers, _, heads, v_dim, _ = state.shape
+    return call(
+        _commit_kernel,
+        jax.ShapeDtypeStruct(state.shape, state.dtype),
+        grid=(v_dim // tile.m, heads, layers * slots.shape[0]),
+        name="ssm_commit",
+        num_warps=num_warps,
+        aliases={6: 0},
+        tile=tile,
+    )(slots, lengths, k, v, decay, beta, state)

@@ -1,0 +1,257 @@
+"""Native and compact verify windows: outputs of W tokens from one state, with a snapshot per token or with records.
+
+One program per (V block, value head, request), the V block fastest. A program owns its rows of the state: it reads them
+once, walks the tokens of its window in registers and rounds the running state to its storage dtype after every token.
+The inputs of token t+1 are loaded before token t is computed, and stores follow loads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas._compat import call, load, on_cpu, program_id, store, when
+from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
+from kernels_pallas.recurrence import (
+    load_pieces,
+    load_row_pieces,
+    pair_levels,
+    read,
+    round_state,
+    row_sums,
+    step,
+    store_pieces,
+)
+
+SIZES = (16, 32, 64, 128, 256)
+UNROLLED = 4  # windows up to this width are written out, longer ones are a loop
+
+
+class Tile(NamedTuple):
+    """Static shape of a program's work: block_v rows of K, `levels` pair levels, warps, and how sums are written."""
+
+    m: int
+    k: int
+    levels: int
+    warps: int
+    interpret: bool
+
+
+def vector_norm(ref, lead, tile: Tile):
+    """Scalar inverse norm of the row ref[*lead, 0:K]."""
+    x = load(ref.at[(*lead, lax.iota(jnp.int32, tile.k))]).astype(jnp.float32)
+    total = row_sums((x * x)[None, :], pair_levels(ref.dtype, tile.k), tile.interpret)
+    return lax.rsqrt(jnp.sum(total) + L2NORM_EPS)
+
+
+def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):
+    """(k^ pieces, q^ pieces, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`)."""
+    raw = len(inputs) == 7
+    q_ref, k_ref, v_ref = inputs[:3]
+    heads, gates = v_ref.shape[1], inputs[3].shape[-1]
+    q_head, k_head = lax.div(head, heads // q_ref.shape[1]), lax.div(head, heads // k_ref.shape[1])
+    k = load_row_pieces(k_ref, (tok, k_head), tile.m, tile.k, tile.levels, tile.warps)
+    q = load_row_pieces(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
+    v = load(v_ref.at[tok, head, rows]).astype(jnp.float32)
+    if raw:
+        a_ref, b_ref, A_ref, dt_ref = (partial(_scalar, ref) for ref in inputs[3:])
+        alpha, beta = decay(a_ref(tok, head), A_ref(head), dt_ref(head), None), sigmoid(b_ref(tok, head))
+        rk, rq = vector_norm(k_ref, (tok, k_head), tile), vector_norm(q_ref, (tok, q_head), tile)
+        return [x * rk for x in k], [(x * rq) * scale for x in q], v, alpha, beta
+    decay_ref, beta_ref = inputs[3:5]
+    if gates == 1:
+        alpha = decay_ref[tok, head, 0]
+    else:
+        alpha = load_row_pieces(decay_ref, (tok, head), tile.m, tile.k, tile.levels, tile.warps)
+    return k, q, v, alpha, beta_ref[tok, head]
+
+
+def _scalar(ref, *at):
+    return ref[at].astype(jnp.float32)
+
+
+def _walk(s, tokens, width: int, load_token, emit, dtype, tile: Tile):
+    """Tokens 0..tokens-1 from state pieces s: emit(t, o [M], rounded pieces, inputs) for each, from the unrounded state o."""
+
+    def advance(t, s, x):
+        k, q, v, alpha, beta = x
+        s, _ = step(s, k, v, alpha, beta, tile.levels, tile.interpret)
+        o = read(s, q, tile.levels, tile.interpret)
+        s = round_state(s, dtype, tile.interpret)
+        emit(t, o, s, x)
+        return s
+
+    def body(t, carry):
+        s, x = carry
+        following = load_token(jnp.minimum(t + 1, tokens - 1))
+        return advance(t, s, x), following
+
+    x = load_token(0)
+    if width > UNROLLED:
+        lax.fori_loop(0, tokens, body, (s, x))
+        return
+    for t in range(width):
+        following = load_token(jnp.minimum(t + 1, tokens - 1)) if t + 1 < width else None
+        s = advance(t, s, x)
+        x = following
+
+
+def _zero_rows(o_ref, cu_ref, head, r, rows):
+    """Padding token rows are exactly zero: request row r clears rows total + r, total + r + R, .. of its head and V block."""
+    requests, t = cu_ref.shape[0] - 1, o_ref.shape[0]
+    first = cu_ref[requests] + r
+
+    def clear(i, _):
+        store(o_ref.at[first + i * requests, head, rows], jnp.zeros(rows.shape, o_ref.dtype))
+
+    lax.fori_loop(0, lax.div(jnp.maximum(t - first, 0) + (requests - 1), requests), clear, None)
+
+
+def request_tokens(slots_ref, lens_ref, r, live_slots: int):
+    """(slot, tokens) of a request row; 0 tokens for padding and for ids that are not live."""
+    slot = slots_ref[r]
+    return slot, jnp.where((slot >= 0) & (slot < live_slots), lens_ref[r], 0)
+
+
+def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, width, scale, tile, interpret):
+    *inputs, _, o_ref, state_ref = refs
+    layer, head, r = layer_ref[0], program_id(1), program_id(2)
+    rows = program_id(0) * tile.m + lax.iota(jnp.int32, tile.m)
+    column = program_id(0) * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] // width - 1)
+    _zero_rows(o_ref, cu_ref, head, r, rows)
+
+    @when(tokens > 0)
+    def _():
+        first = cu_ref[r]
+        s = load_pieces(state_ref, (layer, slot * width + offset_ref[r], head), column, tile.k, tile.levels)
+
+        def emit(t, o, s, x):
+            live = t < tokens
+            store(
+                o_ref.at[first + jnp.minimum(t, tokens - 1), head, rows],
+                o.astype(o_ref.dtype),
+                mask=jnp.broadcast_to(live, o.shape),
+            )
+            keep = jnp.broadcast_to(live, column.shape)
+            lead = (layer, slot * width + t, head)
+            store_pieces(state_ref, lead, column, s, tile.k, tile.levels, keep, eviction_policy="evict_first")
+
+        def load_token(t):
+            return _load_token(inputs, first + t, head, rows, tile, scale)
+
+        _walk(s, tokens, width, load_token, emit, state_ref.dtype, tile)
+
+
+def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale, tile, interpret):
+    *inputs, k_raw, state_ref, _, _, _, _, o_ref, k_pool, v_pool, decay_pool, beta_pool = refs
+    layer, block, head, r = layer_ref[0], program_id(0), program_id(1), program_id(2)
+    rows = block * tile.m + lax.iota(jnp.int32, tile.m)
+    column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
+    group = o_ref.shape[1] // k_raw.shape[1]
+    _zero_rows(o_ref, cu_ref, head, r, rows)
+
+    @when(tokens > 0)
+    def _():
+        first = cu_ref[r]
+        s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
+
+        def emit(t, o, s, x):
+            live = t < tokens
+            keep = jnp.broadcast_to(live, o.shape)
+            store(o_ref.at[first + jnp.minimum(t, tokens - 1), head, rows], o.astype(o_ref.dtype), mask=keep)
+            store(v_pool.at[layer, slot, head, t, rows], x[2].astype(v_pool.dtype), mask=keep)
+
+        def load_token(t):
+            return _load_token(inputs, first + t, head, rows, tile, scale)
+
+        _walk(s, tokens, width, load_token, emit, state_ref.dtype, tile)
+
+        t = lax.iota(jnp.int32, power_of_two(width))
+        token, used = t[:, None], (t < tokens)[:, None]
+
+        def channels(n):
+            return lax.broadcasted_iota(jnp.int32, (1, n), 1)
+
+        @when(block == 0)
+        def _():
+            decay_ref, beta_ref = inputs[3:]
+            gate = channels(decay_ref.shape[2])
+            _copy(decay_ref.at[first + token, head, gate], decay_pool.at[layer, slot, head, token, gate], used)
+            _copy(beta_ref.at[first + t, head], beta_pool.at[layer, slot, head, t], t < tokens)
+
+        @when((block == 0) & (lax.rem(head, group) == 0))
+        def _():
+            key, k = lax.div(head, group), channels(tile.k)
+            _copy(k_raw.at[first + token, key, k], k_pool.at[layer, slot, key, token, k], used)
+
+
+def _copy(source, target, mask):
+    store(target, load(source, mask=mask, other=jnp.zeros((), source.dtype)), mask=mask)
+
+
+def tile_of(state, block_v: int, num_warps: int) -> Tile:
+    v_dim, k_dim = state.shape[-2:]
+    for name, n in (("V", v_dim), ("K", k_dim)):
+        if n not in SIZES:
+            raise ValueError(f"{name}={n} is not allowed: the kernels take head sizes {SIZES}")
+    levels = pair_levels(state.dtype, k_dim)
+    return Tile(min(block_v, v_dim), k_dim, levels, num_warps, on_cpu())
+
+
+def _scalar_row(row):
+    return jnp.asarray(row, jnp.int32).reshape(1)
+
+
+def native(
+    state, row, slots, offset, verify_len, cu, inputs, *, width: int, scale: float, block_v: int = 8, num_warps: int = 1
+):
+    """Verify windows in mode "native".
+
+    state [layers, S * W, HV, V, K], donated; slots, offset, verify_len [R], cu [R+1] int32; inputs: (q^, k^, v, decay,
+    beta) of the prologue, or raw (q, k, v, a, b, A_log, dt_bias) of a GDN layer, whose prologue then runs inside.
+    Request r starts from row slots[r] * W + offset[r] and writes rows slots[r] * W + t for t < verify_len[r]. Returns
+    o [T, HV, V] in v's dtype, zero in padding rows, and the state.
+    """
+    tile, v = tile_of(state, block_v, num_warps), inputs[2]
+    operands = (_scalar_row(row), slots, offset, verify_len, cu, *inputs, state)
+    return call(
+        _native_kernel,
+        [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
+        grid=(v.shape[2] // tile.m, v.shape[1], slots.shape[0]),
+        name=f"ssm_native_w{width}",
+        num_warps=num_warps,
+        aliases={len(operands) - 1: 1},
+        width=width,
+        scale=scale,
+        tile=tile,
+    )(*operands)
+
+
+def compact(state, window, row, slots, verify_len, cu, inputs, k_raw, *, width: int, block_v: int = 8, num_warps: int = 1):
+    """Verify windows in mode "compact": the state is read, the raw inputs of the window are recorded.
+
+    state [layers, S, HV, V, K]; window: pools (k [layers, S, KH, W, K], v [layers, S, HV, W, V], decay [.., HV, W, G],
+    beta [.., HV, W]), donated; inputs (q^, k^, v, decay, beta) of the prologue, k_raw [T, KH, K]. Returns o [T, HV, V] and
+    the pools, in which records t < verify_len[r] of live requests are written.
+    """
+    tile, v = tile_of(state, block_v, num_warps), inputs[2]
+    operands = (_scalar_row(row), slots, verify_len, cu, *inputs, k_raw, state, *window)
+    first = len(operands) - len(window)
+    o, *window = call(
+        _compact_kernel,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, *window)],
+        grid=(v.shape[2] // tile.m, v.shape[1], slots.shape[0]),
+        name=f"ssm_compact_w{width}",
+        num_warps=num_warps,
+        aliases={first + i: 1 + i for i in range(len(window))},
+        width=width,
+        scale=1.0,
+        tile=tile,
+    )(*operands)
+    return o, tuple(window)

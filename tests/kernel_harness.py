@@ -1,0 +1,139 @@
+"""Fixtures of the kernel tests: one random round in torch_ref and in jax_ssm from the same bits, compared bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+import jax_ssm
+import torch_ref
+from jax_ssm.executors import forward_core
+from jax_ssm.gates import CoreInputs as JaxCore
+from jax_ssm.spec import KernelConfig
+from torch_ref.executors import forward_core as torch_forward_core
+from torch_ref.gates import CoreInputs, l2norm
+from torch_ref.spec import SSMSpec
+from torch_ref.state import leaves
+
+torch.set_num_threads(1)
+ACT = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BITS = {4: np.int32, 2: np.int16}
+
+
+def make_spec(rule="gdn", mode="native", **changes) -> SSMSpec:
+    heads = dict(q_heads=2, k_heads=2, v_heads=4) if rule == "gdn" else dict(q_heads=2, k_heads=2, v_heads=2)
+    base = dict(layers=2, slots=8, k_dim=64, v_dim=16, width=1, history=4, mode=mode, act_dtype="bf16", ssm_dtype="fp32")
+    return SSMSpec(rule=rule, **(base | heads | changes))
+
+
+def to_numpy(x) -> np.ndarray:
+    """Array of either framework as numpy, bf16 kept."""
+    if isinstance(x, torch.Tensor):
+        x = x.detach().cpu()
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    return np.asarray(x)
+
+
+def to_jax(x: torch.Tensor):
+    return jnp.array(to_numpy(x))
+
+
+def different(a, b) -> int:
+    """How many values of two arrays differ in their bits."""
+    a, b = to_numpy(a), to_numpy(b)
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    return int((a.view(BITS[a.dtype.itemsize]) != b.view(BITS[b.dtype.itemsize])).sum())
+
+
+def jax_state(state: torch_ref.ConvSSMState):
+    """The same state as a jax pytree."""
+    extra = None
+    if state.extra is not None:
+        kind = getattr(jax_ssm.state, type(state.extra).__name__)
+        extra = kind(**{f.name: to_jax(getattr(state.extra, f.name)) for f in fields(state.extra)})
+    return jax_ssm.state.ConvSSMState(to_jax(state.ssm), to_jax(state.conv), to_jax(state.accepted), extra)
+
+
+def jax_leaves(state) -> dict:
+    named = {"ssm": state.ssm, "conv": state.conv, "accepted": state.accepted}
+    for name, x in vars(state.extra).items() if state.extra is not None else ():
+        named[f"extra.{name}"] = x
+    return named
+
+
+def random_core(spec: SSMSpec, tokens: int, g: torch.Generator) -> CoreInputs:
+    """Prologue outputs of random tokens, made once and fed to both sides."""
+    act = ACT[spec.act_dtype]
+
+    def normal(*shape):
+        return torch.randn(tokens, *shape, generator=g)
+
+    q, k = normal(spec.q_heads, spec.k_dim).to(act), normal(spec.k_heads, spec.k_dim).to(act)
+    decay = torch.rand(tokens, spec.v_heads, spec.gates, generator=g) * 0.3 + 0.7
+    beta = torch.rand(tokens, spec.v_heads, generator=g)
+    return CoreInputs(l2norm(q) * spec.scale, l2norm(k), decay, beta, k, normal(spec.v_heads, spec.v_dim).to(act), q)
+
+
+jax_forward = functools.partial(jax.jit, static_argnums=0)(forward_core)
+
+
+class Round:
+    """One verify round over random slots with padding: `windows` lists (slot, tokens), `pad` padding rows follow.
+
+    Everything that the round must not read holds NaN: other slots, native rows that were not accepted, HOLD excepted.
+    """
+
+    def __init__(self, spec: SSMSpec, windows, pad: int = 1, seed: int = 0, poison: float = float("nan")):
+        self.spec, self.g = spec, torch.Generator().manual_seed(seed)
+        ids = [slot for slot, n in windows for _ in range(n)] + [spec.hold] * pad
+        at = [t for _, n in windows for t in range(n)] + [0] * pad
+        self.ids, self.at = torch.tensor(ids, dtype=torch.int32), torch.tensor(at, dtype=torch.int32)
+        self.state = torch_ref.init_state(spec)
+        for x in leaves(self.state).values():
+            if x.ndim > 1:
+                rows = spec.rows_per_slot if x is self.state.ssm else 1
+                x[:, : spec.hold * rows] = poison
+        for slot, _ in windows:
+            self.state.accepted[slot] = int(torch.randint(spec.width, (1,), generator=self.g))
+            row = slot * spec.rows_per_slot + (int(self.state.accepted[slot]) if spec.mode == "native" else 0)
+            shape = self.state.ssm[:, row].shape
+            self.state.ssm[:, row] = torch.randn(shape, generator=self.g).to(self.state.ssm.dtype)
+        self.jax = jax_state(self.state)
+        self.cores = [random_core(spec, len(ids), self.g) for _ in range(spec.layers)]
+
+    def run(self, **config):
+        """Both sides through prepare and every layer; returns {name: (torch array, jax array)} of outputs and state."""
+        spec, arrays = self.spec, {}
+        layout = torch_ref.build_layout(spec, self.ids, self.at)
+        self.state, self.receipt = torch_ref.prepare(spec, self.state, layout)
+        jax_layout = jax_ssm.build_layout(spec, to_jax(self.ids), to_jax(self.at))
+        self.jax, self.jax_receipt = jax_ssm.prepare(spec, self.jax, jax_layout, KernelConfig("pallas", **config))
+        for row, core in enumerate(self.cores):
+            self.state, o = torch_forward_core(spec, self.state, self.receipt, row, core)
+            jax_core = JaxCore(**{name: to_jax(x) for name, x in vars(core).items()})
+            self.jax, jax_o = jax_forward(spec, self.jax, self.jax_receipt, jnp.int32(row), jax_core)
+            arrays[f"o{row}"] = (o, jax_o)
+        return arrays | self.states()
+
+    def accept(self, lengths):
+        """Both sides accept; returns the compared state."""
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.state = torch_ref.accept(self.spec, self.state, torch_ref.StateAcceptance((self.receipt,), lengths))
+        acceptance = jax_ssm.StateAcceptance((self.jax_receipt,), to_jax(lengths))
+        self.jax = jax_ssm.accept(self.spec, self.jax, acceptance)
+        return self.states()
+
+    def states(self):
+        other = jax_leaves(self.jax)
+        return {name: (x, other[name]) for name, x in leaves(self.state).items()}
+
+
+def assert_same_bits(arrays) -> None:
+    wrong = {name: different(a, b) for name, (a, b) in arrays.items()}
+    assert not any(wrong.values()), {name: n for name, n in wrong.items() if n}
