@@ -1,0 +1,338 @@
+"""Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
+
+The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
+launches: `coefficients`, one program per (request, key head) or, in KDA, per (request, head, block of records), and
+`outputs`, one program per (V block, value head, request). The state is read once and not written.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas._compat import call, load, program_id, store, when
+from kernels_pallas.gates import inverse_norm, power_of_two
+from kernels_pallas.recurrence import (
+    LANES,
+    finish,
+    halve,
+    lane_sums,
+    load_pieces,
+    load_row_pieces,
+    pair_levels,
+    pair_sums,
+    read,
+    store_pieces,
+)
+
+RECORD_LEVELS = 2
+KDA_BLOCK = 4  # records of one program of KDA's pre-kernel
+UNROLL = 8  # windows up to this width are unrolled
+
+
+def iota(n: int, axis: int):
+    """0..n-1 along `axis` of a 2-D array, the other axis having size 1."""
+    return lax.broadcasted_iota(jnp.int32, (n, 1) if axis == 0 else (1, n), axis)
+
+
+def scalar(i: int):
+    """A Python integer as an index; interpret mode takes no plain integers."""
+    return lax.full((), i, jnp.int32)
+
+
+def request(r, slots_ref, lens_ref, cu_ref, cursor_ref, hold: int, length: int):
+    """(live, slot, tokens, first token row, n, first record of the live half) of request r; slot 0 when not live."""
+    slot, tokens = slots_ref[r], lens_ref[r]
+    live = (tokens > 0) & (slot >= 0) & (slot < hold)
+    slot = jnp.where(live, slot, 0)
+    cursor = cursor_ref[slot]
+    return live, slot, tokens, cu_ref[r], cursor % (2 * length), cursor // (2 * length) * length
+
+
+# ------------------------------------------------------------------------------------------------------- pre-kernels
+
+
+def _each_token(width: int, body, carry):
+    """carry <- body(t, carry) for the tokens of a window; unrolled while that is short."""
+    if width > UNROLL:
+        return lax.fori_loop(0, width, body, carry)
+    for t in range(width):
+        carry = body(scalar(t), carry)
+    return carry
+
+
+def _window_keys(k_pool, k_ref, where, j, n, tokens, key_head, levels):
+    """Raw keys of rows j [M, 1]: record j of the live half below n, window token j - n at n and above; else zero."""
+    layer, slot, base, first = where
+    k_dim = k_ref.shape[2]
+    old = load_pieces(k_pool, (layer, slot, key_head), base + j, k_dim, levels, mask=j < n)
+    fresh = (j >= n) & (j < n + tokens)
+    new = load_pieces(k_ref, (first + j - n,), key_head, k_dim, levels, mask=fresh)
+    return [jnp.where(j < n, a, b) for a, b in zip(old, new, strict=True)]
+
+
+def _gdn_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, k_pool, decay_pool, beta_pool,
+    x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out, *, heads: int, width: int, scale: float, warps: int, interpret: bool,
+):  # fmt: skip
+    """Steps 1 and 2 of GDN for one request and key head: k^, q^, c_jt, P(0->t) and the records k, decay, beta."""
+    head, r, layer = program_id(0), program_id(1), layer_ref[0]
+    (t_rows, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_ref.shape[1]
+    length, group = k_pool.shape[3] // 2, v_heads // heads
+    levels = pair_levels(k_ref.dtype, k_dim)
+    live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
+    q_head, key_head = head // (heads // q_heads), head // (heads // key_heads)
+
+    @when(live)
+    def _():
+        j = iota(length, 0)
+        keys = _window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, key_head, levels)
+        norms = inverse_norm(keys, levels, interpret)
+
+        # P(j->t) and P(0->t) of the value heads of this group; dead records and missing tokens decay by 1
+        members = iota(power_of_two(group), 0)
+        inside = members < group
+        v_head = head * group + members
+        later = iota(length, 1)
+        passed = jnp.ones((members.shape[0], length), jnp.float32)
+        passed_0 = jnp.ones(members.shape, jnp.float32)
+        one = jnp.ones((), jnp.float32)
+        for i in range(length):
+            at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(later)]
+            passed = passed * load(at, mask=(later < i) & (i < n), other=one)
+            passed_0 = passed_0 * load(decay_pool.at[layer, slot, v_head, base + i, iota(1, 1)], mask=i < n, other=one)
+
+        def token(t, carry):
+            passed, passed_0 = carry
+            real = t < tokens
+            a = load(decay_ref.at[first + t, v_head, iota(1, 1)], mask=real, other=one)
+            passed = passed * jnp.where(later < n + t, a, 1.0)
+            passed_0 = passed_0 * a
+            for i, (ref, own) in enumerate(((k_ref, key_head), (q_ref, q_head))):
+                x = load_row_pieces(ref, (first + t, own), length, k_dim, levels, warps, mask=real)
+                norm = inverse_norm(x, levels, interpret)
+                gram = (read(keys, x, levels, interpret) * norms) * norm
+                x = [p * norm[:, None] for p in x]
+                if i == 1:
+                    gram, x = gram * scale, [p * scale for p in x]
+                store(coef_ref.at[r, v_head, 2 * t + i, later], passed * gram[None, :], mask=inside)
+                store_pieces(x_ref, (r, head), 2 * t + i + j, x, k_dim, levels, mask=j == 0)
+            beta = load(beta_ref.at[first + t, v_head], mask=real & inside, other=jnp.zeros((), jnp.float32))
+            store(scalar_ref.at[r, v_head, 2 * t], passed_0, mask=inside)
+            store(scalar_ref.at[r, v_head, 2 * t + 1], beta, mask=inside)
+            store(decay_out.at[layer, slot, v_head, base + n + t, iota(1, 1)], a, mask=inside & real)
+            store(beta_out.at[layer, slot, v_head, base + n + t], beta, mask=inside & real)
+            return passed, passed_0
+
+        _each_token(width, token, (passed, passed_0))
+        owner = head % (heads // key_heads) == 0
+        fresh = (j >= n) & (j < n + tokens)
+        store_pieces(k_out, (layer, slot, key_head), base + j, keys, k_dim, levels, mask=fresh & owner)
+
+
+def _kda_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, k_pool, decay_pool, beta_pool,
+    x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out, *, width: int, scale: float, warps: int, interpret: bool,
+):  # fmt: skip
+    """Steps 1 and 2 of KDA for one request, head and block of records; the last block does P(0->t) x and the records."""
+    block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
+    k_dim, length = q_ref.shape[2], k_pool.shape[3] // 2
+    blocks = length // KDA_BLOCK
+    levels = pair_levels(k_ref.dtype, k_dim)
+    live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
+
+    def record_decay(i, rows):
+        """Decay of record i as pieces, 1 in rows [M, 1] where it does not apply."""
+        same = jnp.zeros_like(rows, jnp.int32)
+        return load_pieces(decay_pool, (layer, slot, head), base + i + same, k_dim, levels, mask=rows, other=1.0)
+
+    def token_decay(t, rows):
+        same = jnp.zeros_like(rows, jnp.int32)
+        mask = rows & (t < tokens)
+        return load_pieces(decay_ref, (first + t + same,), head, k_dim, levels, mask=mask, other=1.0)
+
+    def times(xs, ys):
+        return [x * y for x, y in zip(xs, ys, strict=True)]
+
+    def normalise(pieces):
+        norm = inverse_norm(pieces, levels, interpret)
+        return [p * norm[:, None] for p in pieces]
+
+    @when(live & (block < blocks) & (block * KDA_BLOCK < n + tokens))
+    def _():
+        j = block * KDA_BLOCK + iota(KDA_BLOCK, 0)
+        keys = normalise(_window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, head, levels))
+        keys = lax.fori_loop(block * KDA_BLOCK + 1, n, lambda i, keys: times(keys, record_decay(i, j < i)), keys)
+        lane = block * KDA_BLOCK + jnp.arange(KDA_BLOCK, dtype=jnp.int32)
+
+        def token(t, keys):
+            keys = times(keys, token_decay(t, j < n + t))
+            for i, ref in enumerate((k_ref, q_ref)):
+                x = normalise(load_row_pieces(ref, (first + t, head), KDA_BLOCK, k_dim, levels, warps, mask=t < tokens))
+                if i == 1:
+                    x = [p * scale for p in x]
+                store(coef_ref.at[r, head, 2 * t + i, lane], read(keys, x, levels, interpret))
+            return keys
+
+        _each_token(width, token, keys)
+
+    @when(live & (block == blocks))
+    def _():
+        t = iota(power_of_two(width), 0)
+        real, inside = t < tokens, t < width
+        k_raw, q_raw = (load_pieces(ref, (first + t,), head, k_dim, levels, mask=real) for ref in (k_ref, q_ref))
+        k_hat, q_hat = normalise(k_raw), [p * scale for p in normalise(q_raw)]
+        every = t >= 0
+        passed = lax.fori_loop(0, n, lambda i, p: times(p, record_decay(i, every)), [jnp.ones_like(p) for p in k_hat])
+        passed = _each_token(width, lambda i, p: times(p, token_decay(i, t >= i)), passed)
+        for i, x in enumerate((k_hat, q_hat)):
+            store_pieces(x_ref, (r, head), 2 * t + i, times(passed, x), k_dim, levels, mask=inside)
+        decay = load_pieces(decay_ref, (first + t,), head, k_dim, levels, mask=real, other=1.0)
+        beta = load(beta_ref.at[first + t, head], mask=real, other=jnp.zeros((), jnp.float32))
+        store(scalar_ref.at[r, head, 2 * t + 1], beta, mask=inside)
+        at = base + n + t
+        store_pieces(k_out, (layer, slot, head), at, k_raw, k_dim, levels, mask=real)
+        store_pieces(decay_out, (layer, slot, head), at, decay, k_dim, levels, mask=real)
+        store(beta_out.at[layer, slot, head, at], beta, mask=real)
+
+
+def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int = 1):
+    """Everything about a window that does not involve the state, and its records k, decay, beta.
+
+    index: (layer [1], slots [R], verify_len [R], cu [R+1]) int32; cursor [S] int32 (the forward's copy). tokens: q [T, H, K],
+    k [T, KH, K] raw, decay [T, HV, G], beta [T, HV] fp32. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G],
+    beta [layers, S, HV, 2L], written at the records n..n+T_r-1 of each live half.
+
+    Returns x [R, heads, 2W, K] fp32 (row 2t is k^_t, 2t+1 is q^_t scaled; KDA: times P(0->t)), c [R, HV, 2W, L] fp32
+    (columns n + i are window tokens i), scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta), and the pools.
+    Rows of requests that are not live are left unwritten. heads is H when H = KH, else HV.
+    """
+    q, k, decay, beta = tokens
+    requests, (v_heads, gates), k_dim, length = index[1].shape[0], decay.shape[1:], q.shape[2], pools[0].shape[3] // 2
+    heads = q.shape[1] if q.shape[1] == k.shape[1] else v_heads
+    scratch = [
+        jax.ShapeDtypeStruct((requests, heads, 2 * width, k_dim), jnp.float32),
+        jax.ShapeDtypeStruct((requests, v_heads, 2 * width, length), jnp.float32),
+        jax.ShapeDtypeStruct((requests, v_heads, 2 * width), jnp.float32),
+    ]
+    gdn = gates == 1
+    x, coef, scalars, *pools = call(
+        _gdn_kernel if gdn else _kda_kernel,
+        (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
+        grid=(heads, requests) if gdn else (length // KDA_BLOCK + 1, heads, requests),
+        name=f"replay_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
+        num_warps=num_warps,
+        aliases={9: 3, 10: 4, 11: 5},
+        width=width,
+        scale=scale,
+        warps=num_warps,
+        **({"heads": heads} if gdn else {}),
+    )(*index, cursor, *tokens, *pools)
+    return x, coef, scalars, pools
+
+
+# ------------------------------------------------------------------------------------------------------- main kernel
+
+
+def _outputs_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, v_ref, x_ref, coef_ref, scalar_ref, state_ref, v_pool, d_pool,
+    o_ref, v_out, d_out, *, width: int, gdn: bool, block_v: int, warps: int, interpret: bool,
+):  # fmt: skip
+    """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
+    block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
+    requests, x_heads, k_dim = x_ref.shape[0], x_ref.shape[1], x_ref.shape[3]
+    v_heads, length, t_rows = v_ref.shape[1], d_pool.shape[3] // 2, o_ref.shape[0]
+    levels = pair_levels(state_ref.dtype, k_dim)
+    live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, state_ref.shape[1] - 1, length)
+    x_head = head // (v_heads // x_heads)
+    rows = block * block_v + iota(block_v, 0)
+    lane = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
+    same = jnp.zeros((block_v, 1), jnp.int32)
+    zero = jnp.zeros((), jnp.float32)
+
+    # token rows beyond the last live one are zero; they are shared out over all programs
+    total = cu_ref[requests]
+    pad = jnp.zeros((block_v,), o_ref.dtype)
+    lax.fori_loop(0, (t_rows - total - r + requests - 1) // requests,
+                  lambda i, c: (store(o_ref.at[total + r + i * requests, head, lane], pad), c)[1], 0)  # fmt: skip
+
+    @when(live)
+    def _():
+        state = load_pieces(state_ref, (layer, slot, head), rows, k_dim, levels)
+        d_old = [
+            load(d_pool.at[layer, slot, head, base + cols, rows], mask=cols < n, other=zero) for cols in _record_columns(length)
+        ]
+
+        def project(i, before):
+            """h_t of row i of x: steps 3 to 6. before: window tokens (number, d, condition or None for always)."""
+            x = load_row_pieces(x_ref, (r, x_head, i), block_v, k_dim, levels, warps)
+            lanes = lane_sums([a * b for a, b in zip(state, x, strict=True)], levels)
+            if gdn:
+                lanes = lanes * load(scalar_ref.at[r, head, i - i % 2])
+            products = [
+                d * load(coef_ref.at[r, head, i, cols + same], mask=cols < n, other=zero)
+                for cols, d in zip(_record_columns(length), d_old, strict=True)
+            ]
+            h = finish(lanes + halve([pair_sums(p, RECORD_LEVELS) for p in products]), interpret)
+            for t, d, applies in before:
+                more = h + d * load(coef_ref.at[r, head, i, n + t], mask=t < tokens, other=zero)
+                h = more if applies is None else jnp.where(applies, more, h)
+            return h
+
+        def token(t, before):
+            """v, d and o of token t: step 7."""
+            v = load(v_ref.at[first + t, head, lane], mask=t < tokens, other=jnp.zeros((), v_ref.dtype))
+            d = (v.astype(jnp.float32) - project(2 * t, before)) * load(scalar_ref.at[r, head, 2 * t + 1])
+            return v, d, project(2 * t + 1, [*before, (t, d, None)])
+
+        def put(t, v, d, o):
+            store(o_ref.at[first + t, head, lane], o.astype(o_ref.dtype), mask=t < tokens)
+            store(d_out.at[layer, slot, head, base + n + t, lane], d, mask=t < tokens)
+            store(v_out.at[layer, slot, head, base + n + t, lane], v, mask=t < tokens)
+
+        if width > UNROLL:
+
+            def body(t, d_new):
+                v, d, o = token(t, [(i, x, i < t) for i, x in enumerate(d_new)])
+                put(t, v, d, o)
+                return [jnp.where(i == t, d, x) for i, x in enumerate(d_new)]
+
+            lax.fori_loop(0, tokens, body, [jnp.zeros((block_v,), jnp.float32)] * width)
+        else:
+            done = []
+            for t in range(width):
+                done.append(token(scalar(t), [(i, d, None) for i, (_, d, _) in enumerate(done)]))
+            for t, values in enumerate(done):
+                put(scalar(t), *values)
+
+
+def _record_columns(length: int):
+    """Record numbers [1, 32] in blocks whose two pair levels leave 8 values; those at L and beyond are never live."""
+    size = LANES << RECORD_LEVELS
+    return [p * size + iota(size, 1) for p in range(max(1, length // size))]
+
+
+def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):
+    """Outputs of one layer and its records v, d.
+
+    index, cursor as for `coefficients`; v [T, HV, V] raw; window: x, c and scalars of `coefficients`; state [layers, S, HV, V, K];
+    pools: v and d [layers, S, HV, 2L, V], written at the records n..n+T_r-1 of each live half. Returns o [T, HV, V] in
+    v's dtype, zero in token rows that no live request owns, and the pools. Donate the pools.
+    """
+    x = window[0]
+    requests, width, v_heads, v_dim = x.shape[0], x.shape[2] // 2, v.shape[1], v.shape[2]
+    block_v = min(block_v, v_dim)
+    o, *pools = call(
+        _outputs_kernel,
+        (jax.ShapeDtypeStruct(v.shape, v.dtype), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
+        grid=(v_dim // block_v, v_heads, requests),
+        name=f"replay_outputs_{'gdn' if gdn else 'kda'}_w{width}",
+        num_warps=num_warps,
+        aliases={10: 1, 11: 2},
+        width=width,
+        gdn=gdn,
+        block_v=block_v,
+        warps=num_warps,
+    )(*index, cursor, v, *window, state, *pools)
+    return o, pools
