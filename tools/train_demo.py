@@ -193,7 +193,7 @@ def train(recipe: Recipe, minutes: float, out: Path, stdlib: Path | None, log_ev
     }  # fmt: skip
 
     budget, key, step, losses = 60 * minutes, jax.random.key(seed + 1), 0, None
-    next_eval, first_done = budget / 4, None
+    next_eval, first_done = math.inf, None
     try:
         while (now := elapsed()) < budget:
             start = first_done[0] if first_done else now  # the schedule starts after compilation
@@ -205,7 +205,9 @@ def train(recipe: Recipe, minutes: float, out: Path, stdlib: Path | None, log_ev
             step += 1
             if previous is not None:
                 jax.block_until_ready(previous)  # keeps one step in flight, so that the clock is the device's
-                first_done = first_done or (elapsed(), step)
+                if first_done is None:
+                    first_done = elapsed(), step
+                    next_eval = first_done[0] + (budget - first_done[0]) / 3
             if step % log_every == 0 or step in (2, 10, 25):
                 row = {"step": step, "seconds": round(elapsed(), 1), "rate": round(rate, 6)}
                 row |= {name: round(float(x), 4) for name, x in losses.items()}
@@ -216,7 +218,7 @@ def train(recipe: Recipe, minutes: float, out: Path, stdlib: Path | None, log_ev
                 if not math.isfinite(row["next"]):
                     raise FloatingPointError(f"the loss is {row['next']} at step {step}")
             if elapsed() > next_eval:
-                next_eval += budget / 4
+                next_eval += (budget - first_done[0]) / 3
                 record["log"].append({"step": step, "held_out": evaluate(recipe, params, unseen)})
                 say(json.dumps(record["log"][-1]))
                 save(out, recipe, params, tokenizer, record)
@@ -248,7 +250,7 @@ def main() -> None:
     add("--config", choices=RECIPES, default="demo", help="the shipped model, or a tiny one for a smoke test (default: demo)")
     add("--minutes", type=float, default=5.5, help="wall time from start to the last training step, compilation included; "
         "the learning rate reaches zero there. A final evaluation of about half a minute follows (default: 5.5)")  # fmt: skip
-    add("--out", type=Path, required=True, help="model directory to write; saved four times on the way and at the end")
+    add("--out", type=Path, required=True, help="model directory to write; saved on the way and at the end")
     add("--stdlib", type=Path, help="directory of the Python library sources to learn from (default: this interpreter's)")
     add("--log", type=Path, help="write the full record with the loss curve to this JSON file")
     add("--log-every", type=int, default=100, metavar="N", help="steps between log lines (default: 100)")
