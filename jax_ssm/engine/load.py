@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ssm.models import ModelConfig, load_config, load_params
+from jax_ssm.models.tokenizer import load_tokenizer
 from jax_ssm.models.weights import open_checkpoint
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
@@ -60,11 +61,7 @@ def load(directory: str | Path | None, act_dtype: str) -> LoadedModel:
     root = find(directory)
     config = read_config(root)
     params = load_params(root, config, act_dtype)
-    tokenizer = None
-    if (root / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(root / "tokenizer.json"))
+    tokenizer = load_tokenizer(root) if (root / "tokenizer.json").is_file() else None
     return LoadedModel(config, params, tokenizer, end_of_text(root, config), "demo" if directory is None else str(directory))
 
 
