@@ -1,0 +1,105 @@
+"""The accepted state of a slot, to anywhere: checkpoint plus live raw records, by the recurrence, rounded once.
+
+The one kernel behind replay's automatic fold, merge, snapshot and export, for all layers in one launch; without records
+(native, compact) it is a copy. Work is a list, so a call costs what it moves: a fixed number of programs shares out the
+tiles (request x layer x head x V block) of the list, and temporary memory is registers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas._compat import call, load, program_id, when
+from kernels_pallas.decode import Tile, tile_of, vector_norm
+from kernels_pallas.recurrence import load_pieces, load_row_pieces, step, store_pieces
+
+PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H200
+
+
+def load_record(pools, lead, head, at, rows, tile: Tile):
+    """(k^ pieces, v [M], decay, beta) of the raw record `at` of value head `head`; lead = (layer, slot)."""
+    k_pool, v_pool, decay_pool, beta_pool = pools
+    key = lax.div(head, v_pool.shape[2] // k_pool.shape[2])
+    r = vector_norm(k_pool, (*lead, key, at), tile)
+    k = load_row_pieces(k_pool, (*lead, key, at), tile.m, tile.k, tile.levels, tile.warps)
+    v = load(v_pool.at[(*lead, head, at, rows)]).astype(jnp.float32)
+    if decay_pool.shape[-1] == 1:
+        decay = decay_pool[(*lead, head, at, 0)]
+    else:
+        decay = load_row_pieces(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
+    return [x * r for x in k], v, decay, beta_pool[(*lead, head, at)]
+
+
+def _advance_kernel(
+    count_ref, work_ref, _, *refs, tile: Tile, records: bool, pages: bool, in_place: bool, programs: int, interpret: bool
+):  # fmt: skip
+    """Tiles program_id, program_id + programs, .. of the list."""
+    *_, target_ref, _ = refs
+    state_ref = target_ref if in_place else refs[0]
+    pools = refs[1:5] if records else ()
+    layers, _, heads, v_dim, _ = state_ref.shape
+    blocks, first = v_dim // tile.m, program_id(0)
+
+    def one(i, _):
+        i = first + i * programs
+        block, head = lax.rem(i, blocks), lax.rem(lax.div(i, blocks), heads)
+        layer, item = lax.rem(lax.div(i, blocks * heads), layers), lax.div(i, blocks * heads * layers)
+        source, n, base, target = (work_ref[j, item] for j in range(4))
+
+        @when((target >= 0) & ((n > 0) if in_place else (n >= 0)))
+        def _():
+            rows = block * tile.m + lax.iota(jnp.int32, tile.m)
+            column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
+            s = load_pieces(state_ref, (layer, source, head), column, tile.k, tile.levels)
+            if records:
+
+                def body(j, carry):
+                    s, (k, v, decay, beta) = carry
+                    following = load_record(pools, (layer, source), head, base + jnp.minimum(j + 1, n - 1), rows, tile)
+                    s, _ = step(s, k, v, decay, beta, tile.levels, interpret)
+                    return s, following
+
+                start = load_record(pools, (layer, source), head, base, rows, tile)
+                s, _ = lax.fori_loop(0, n, body, (s, start))
+            lead = (target, layer, head) if pages else (layer, target, head)
+            store_pieces(target_ref, lead, column, s, tile.k, tile.levels, eviction_policy="evict_first")
+
+        return _
+
+    tiles = count_ref[0] * (layers * heads * blocks)
+    lax.fori_loop(0, lax.div(jnp.maximum(tiles - first, 0) + (programs - 1), programs), one, None)
+
+
+def advance(
+    state, pools, count, work, token, target=None, *, pages: bool = False, block_v: int = 16, num_warps: int = 1
+):  # fmt: skip
+    """Write the accepted states of a work list, all layers.
+
+    state [layers, rows, HV, V, K]; pools: replay's raw records (k [layers, S, KH, 2L, K], v [layers, S, HV, 2L, V],
+    decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L]) or None; count [1], work [4, N] int32: source row of the state
+    (for replay: the slot), live records n, first live record, target row or -1 for none, of the first count[0] items.
+    Sources and targets of one call must be distinct rows. target: another array in the dtype of the state, [P, layers, HV,
+    V, K] if `pages` else [layers, rows, HV, V, K]; None: the state itself, where items without records are left alone.
+    token: any array, returned unchanged; whoever reads it afterwards comes after the reads of this call, so that XLA need
+    not copy a pool to keep both apart. Donate what is written and the token. Returns (written, token). No temporary memory.
+    """
+    tile = tile_of(state, block_v, num_warps)
+    in_place = target is None
+    operands = (count, work, token, state, *(pools or ()), *(() if in_place else (target,)))
+    written = state if in_place else target
+    programs = PROGRAMS if not tile.interpret else 8
+    return call(
+        _advance_kernel,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (written, token)],
+        grid=(programs,),
+        name="ssm_advance",
+        num_warps=num_warps,
+        aliases={3 if in_place else len(operands) - 1: 0, 2: 1},
+        tile=tile,
+        records=pools is not None,
+        pages=pages,
+        in_place=in_place,
+        programs=programs,
+    )(*operands)
