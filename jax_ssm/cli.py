@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from pathlib import Path
 
 from jax_ssm.spec import HISTORY_LENGTHS, MODES, PROJECTIONS, RULES, SSMSpec, seed_layout_bytes, state_bytes
 
@@ -107,12 +108,197 @@ def run_bytes(args: argparse.Namespace) -> int:
     return 0
 
 
-def _console(stderr: bool = False):
+def _console():
     """A console that does not fold tables when the output is a file."""
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=150)
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=150)
+
+
+# --- generate -----------------------------------------------------------------------------------------------------
+
+GENERATE_HELP = """\
+Generate text with a hybrid model (Qwen3.5 checkpoints), speculatively where drafts are to be had.
+
+The recurrent state is stored in one of three ways: "native" keeps a full state per verify position, "compact" one state
+and the inputs of the round, "replay" one checkpoint and a short history. The text is the same in all of them, and for
+every width, draft source and batch; what changes is memory and speed.
+
+examples:
+  jax-ssm generate --prompt "def fibonacci(n):" --max-new-tokens 64
+  jax-ssm generate --model Qwen3.5-0.8B --prompt @question.txt --state replay --width 4
+  jax-ssm generate --prompt "one" --prompt "two" --temperature 0.8 --top-p 0.95 --seed 7 --json
+  cat notes.txt | jax-ssm generate --prompt - --drafts lookup --width 8
+
+Progress goes to standard error. JAX_COMPILATION_CACHE_DIR=DIR keeps executables between runs.
+"""
+
+
+def read_prompt(text: str) -> str:
+    """The text of one --prompt: itself, the contents of @FILE, or standard input for "-"; without a final newline."""
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        path = Path(text[1:])
+        if not path.is_file():
+            raise ValueError(f"--prompt {text}: there is no file {str(path)!r}")
+        text = path.read_text(encoding="utf-8")
+    else:
+        return text
+    return text.removesuffix("\n")
+
+
+def progress(message: str) -> None:
+    """One line on standard error."""
+    print(f"jax-ssm: {message}", file=sys.stderr, flush=True)
+
+
+def make_generator(args: argparse.Namespace, **changes):
+    """A Generator from parsed arguments."""
+    from jax_ssm.engine import Generator
+
+    settings = dict(
+        mode=args.state, width=args.width, history=args.history or 16, act_dtype=args.act, ssm_dtype=args.ssm_dtype,
+        implementation=args.implementation, drafts=args.drafts, rounds_per_call=args.rounds_per_call,
+        max_requests=args.max_requests, max_len=args.max_len, strict=args.strict,
+    )  # fmt: skip
+    return Generator(args.model, progress=progress, **(settings | changes))
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    prompts = [read_prompt(text) for text in args.prompt or []]
+    if not prompts:
+        raise ValueError('no prompt: give --prompt "TEXT", --prompt @FILE or --prompt - (standard input)')
+    from jax_ssm.engine import Request
+
+    choices = dict(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )  # fmt: skip
+    Request(**choices)  # refused before a model is loaded
+    if args.history and args.state != "replay":
+        progress(f"note: --history has no effect with --state {args.state}")
+    if args.top_p < 1 and args.temperature == 0:
+        progress("note: --top-p has no effect at temperature 0 (greedy)")
+    generator = make_generator(args)
+    on_tokens = None if args.json else stream(generator.model.decode, len(prompts))
+    record = generator.generate(prompts, on_tokens=on_tokens, **choices)
+    if args.json:
+        print(json.dumps(record))
+        return 0
+    print()
+    _console().print(summary(record))
+    return 0
+
+
+def stream(decode: Callable[[list[int]], str], prompts: int) -> Callable:
+    """Callback that prints text: of a single prompt as it comes, of several each when it is complete, labelled."""
+    ids: dict[int, list[int]] = {}
+    shown = ""
+
+    def show(number: int, new: list[int], finish: str | None) -> None:
+        nonlocal shown
+        ids.setdefault(number, []).extend(new)
+        if prompts > 1:
+            if finish:
+                print(f"--- prompt {number} ({finish}) ---\n{decode(ids[number])}", flush=True)
+            return
+        text = decode(ids[number])
+        if finish is None and text.endswith("\ufffd"):
+            return  # half of a character: the rest comes with the next token
+        print(text[len(shown) :], end="\n" if finish else "", flush=True)
+        shown = text
+
+    return show
+
+
+def summary(record: dict):
+    """The table below a generation."""
+    from rich.table import Table
+
+    t, s, c = record["timings"], record["settings"], record["compilations"]
+    table = Table(title=f"{s['model']} on {record['versions']['device']}", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    bucket = f"{s['bucket']['requests']} x {s['bucket']['max_len']}"
+    rows = {
+        "state": f"{s['mode']}, width {s['width']}" + (f", history {s['history']}" if s["mode"] == "replay" else ""),
+        "drafts": f"{s['drafts']} ({s['drafts_reason']})",
+        "tokens": f"{t['tokens']} of {len(record['results'])} prompt(s) in {t['generate_s']:.2f} s",
+        "tokens/s": f"{t['tokens_per_s']:,.1f}"
+        + (f" ({t['decode_tokens_per_s']:,.1f} in decode)" if t["decode_tokens_per_s"] else ""),
+        "rounds": f"{t['rounds']} in {t['calls']} calls",
+        "accepted a round": "-" if t["mean_accepted"] is None else f"{t['mean_accepted']:.2f} tokens of {s['width']}",
+        "state bytes": ", ".join(f"{k} {v:,}" for k, v in record["state_bytes"].items() if v),
+        "compilations": f"{c['total']} in {t['compile_s']:.1f} s"
+        + (f", {c['stray']} unexpected" if c["stray"] else "")
+        + f" (bucket {bucket}: {', '.join(c['buckets'][bucket])})",
+    }
+    for item in rows.items():
+        table.add_row(*item)
+    return table
+
+
+# --- describe and demo --------------------------------------------------------------------------------------------
+
+
+def run_describe(args: argparse.Namespace) -> int:
+    generator = make_generator(args)
+    report = generator.describe()
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    for name, value in report.items():
+        lines = value if isinstance(value, list) else [value]
+        for line in lines:
+            print(f"{name + ':':<12} {line}")
+            name = ""
+    return 0
+
+
+DEMO_PROMPT = "def read_lines(path):\n"
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rich.table import Table
+
+    from jax_ssm.engine import Generator, load
+    from jax_ssm.spec import MODES
+
+    model = load(args.model, "fp32")
+    prompt = args.prompt or DEMO_PROMPT
+    progress(f"prompt {prompt!r}, {args.max_new_tokens} tokens, greedy; compiling three state modes, about half a minute")
+    # one device visit for the whole text would hide the streaming; four rounds a call keep it visible
+    makers = {mode: Generator(model, mode=mode, width=args.width, act_dtype="fp32") for mode in MODES}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda g: g.warm_up([prompt], args.max_new_tokens), makers.values()))
+    records = {}
+    for i, (mode, generator) in enumerate(makers.items()):
+        on_tokens = stream(model.decode, 1) if i == 0 else None
+        if on_tokens:
+            print(prompt, end="")
+        records[mode] = generator.generate([prompt], max_new_tokens=args.max_new_tokens, on_tokens=on_tokens)
+    table = Table(title="the same prompt in three state modes", title_justify="left")
+    for name in ("mode", "tokens", "identical", "rounds", "accepted a round", "tokens/s", "recurrent state", "with KV"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    reference = records[MODES[0]]["results"][0]["token_ids"]
+    same = True
+    for mode, record in records.items():
+        ids, t, b = record["results"][0]["token_ids"], record["timings"], record["state_bytes"]
+        same &= ids == reference
+        recurrent = b["total"] - b["kv"] - b["mtp_kv"]
+        table.add_row(
+            mode, str(len(ids)), "yes" if ids == reference else "NO", str(t["rounds"]), f"{t['mean_accepted'] or 0:.2f}",
+            f"{t['tokens_per_s']:,.0f}", f"{recurrent:,} B", f"{b['total']:,} B",
+        )  # fmt: skip
+    _console().print(table)
+    print(
+        f"tokens identical in all modes: {'yes' if same else 'NO'}; drafts: {makers[mode].drafts}, width {makers[mode].width}"
+    )
+    return 0 if same else 1
 
 
 # --- the parser ---------------------------------------------------------------------------------------------------
@@ -140,7 +326,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--rule", choices=RULES, default="gdn", help="gdn: one decay per head; kda: one per key channel")
     p.add_argument("--heads", type=positive, default=1, help="query, key and value heads alike (default 1)")
     for name in ("q", "k", "v"):
-        p.add_argument(f"--{name}-heads", type=positive, default=None, help=argparse.SUPPRESS if name == "q" else "overrides --heads")
+        p.add_argument(
+            f"--{name}-heads", type=positive, default=None, help=argparse.SUPPRESS if name == "q" else "overrides --heads"
+        )
     p.add_argument("--k-dim", type=positive, default=128, help="key head size (default 128)")
     p.add_argument("--v-dim", type=positive, default=128, help="value head size (default 128)")
     p.add_argument("--layers", type=positive, default=1, help="linear-attention layers, counted as executed (default 1)")
@@ -154,6 +342,61 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--conv-width", type=positive, default=4, help="taps of the short convolution (default 4)")
     p.add_argument("--json", action="store_true", help="one JSON object on standard output")
     p.set_defaults(run=run_bytes)
+
+    engine = argparse.ArgumentParser(add_help=False)
+    g = engine.add_argument_group("engine")
+    g.add_argument("--model", metavar="DIR", default=None, help="checkpoint directory (default: the demo model of the package)")
+    g.add_argument("--state", choices=MODES, default="native", help="storage of the recurrent state (default native)")
+    g.add_argument(
+        "--width", type=positive, metavar="W", help="verify width, drafts + 1, 1..16 (default 4 with an MTP head, else 1)"
+    )
+    g.add_argument("--history", type=positive, metavar="L", help=f"replay history, one of {HISTORY_LENGTHS} (default 16)")
+    g.add_argument("--drafts", choices=("auto", "mtp", "lookup"), default="auto", help="auto: MTP head, else prompt look-up")
+    g.add_argument(
+        "--implementation", choices=("auto", "xla", "pallas", "triton"), default="auto", help="refused if it cannot run"
+    )
+    g.add_argument("--act", choices=DTYPES, default=None, help="weights and activations (default bf16 on a GPU, else fp32)")
+    g.add_argument("--ssm-dtype", choices=DTYPES, default="fp32", help="recurrent state (default fp32)")
+    g.add_argument(
+        "--rounds-per-call", type=positive, metavar="N", default=4, help="rounds on the device between host visits (default 4)"
+    )
+    g.add_argument(
+        "--max-requests",
+        type=positive,
+        metavar="N",
+        default=16,
+        help="rows of the largest batch; more prompts wait (default 16)",
+    )
+    g.add_argument(
+        "--max-len", type=positive, metavar="N", default=None, help="longest prompt plus text (default: the model's)"
+    )
+    g.add_argument("--strict", action="store_true", help="fail when anything compiles outside the buckets")
+
+    p = commands.add_parser("generate", help="generate text", description=GENERATE_HELP, formatter_class=raw, parents=[engine])
+    p.add_argument("--prompt", action="append", metavar="TEXT", help="text, @FILE or - for standard input; repeat for a batch")
+    p.add_argument("--max-new-tokens", type=int, metavar="N", default=64, help="tokens per prompt (default 64)")
+    p.add_argument("--temperature", type=float, metavar="T", default=0.0, help="0 is greedy (default)")
+    p.add_argument("--top-p", type=float, metavar="P", default=1.0, help="most probable tokens up to this sum (default 1: all)")
+    p.add_argument("--seed", type=int, metavar="S", default=0, help="0..4294967295 (default 0)")
+    p.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
+    p.add_argument("--json", action="store_true", help="exactly one JSON object on standard output")
+    p.set_defaults(run=run_generate)
+
+    p = commands.add_parser(
+        "describe", help="what would run here and why", parents=[engine],
+        description="Mode, backend and dtype of every layer group, the drafts and the reason for each. Loads no weights.",
+    )  # fmt: skip
+    p.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    p.set_defaults(run=run_describe)
+
+    p = commands.add_parser(
+        "demo", help="one prompt in all three state modes", description="One prompt in all three state modes."
+    )
+    p.add_argument("--model", metavar="DIR", default=None, help="checkpoint directory (default: the demo model of the package)")
+    p.add_argument("--prompt", metavar="TEXT", default=None, help="text to continue")
+    p.add_argument("--width", type=positive, metavar="W", default=3, help="verify width (default 3)")
+    p.add_argument("--max-new-tokens", type=int, metavar="N", default=96, help="tokens (default 96)")
+    p.set_defaults(run=run_demo)
     return parser
 
 
@@ -163,8 +406,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"jax-ssm: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        reason = error
+    except RuntimeError as error:
+        if type(error).__name__ != "BackendError":  # everything else is a fault of ours and deserves its traceback
+            raise
+        reason = error
+    except KeyboardInterrupt:
+        return 130
+    print(f"jax-ssm: error: {' '.join(str(reason).split())}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,8 +113,7 @@ class Generator:
         request = Request(max_new_tokens, temperature, top_p, seed, ignore_eos)
         encoded = self.check_prompts(prompts, max_new_tokens)
         s, clock = self.settings, time.perf_counter
-        longest = max(map(len, encoded)) + max_new_tokens + self.width
-        bucket = choose_bucket(len(encoded), longest, max_requests=s.max_requests, least_len=LEAST_LEN)
+        bucket = self.bucket(encoded, max_new_tokens)
         self.compiler.begin()
         start = clock()
         ready = self.executables(bucket)
@@ -133,8 +132,8 @@ class Generator:
             for row, owner in enumerate(rows):
                 if owner is None and waiting:
                     rows[row] = waiting.popleft(), free.take()
-                    fresh.append(row)
-            for chunk in self._chunks(rows, fresh, bucket):
+                    fresh.append((row, *rows[row]))
+            for chunk in self._chunks(fresh, bucket):
                 carry, emitted = prefill(self.model.params, carry, chunk, choices)
                 if chunk.last.any():
                     self._collect(rows, free, jax.device_get(emitted), eos, on_tokens, first=True)
@@ -148,6 +147,15 @@ class Generator:
         if s.strict:
             self.compiler.require_no_stray()
         return self._report(texts, request, bucket, calls, compile_seconds, total, decode_seconds)
+
+    def bucket(self, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> RunBucket:
+        """The bucket that serves these prompts."""
+        longest = max(map(len, encoded)) + max_new_tokens + self.width
+        return choose_bucket(len(encoded), longest, max_requests=self.settings.max_requests, least_len=LEAST_LEN)
+
+    def warm_up(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> None:
+        """Compile what `generate` with these prompts will use."""
+        self.executables(self.bucket(self.check_prompts(prompts, max_new_tokens), max_new_tokens))
 
     def executables(self, bucket: RunBucket) -> dict[str, Executable]:
         """allocate, prefill and rounds for a bucket, compiled at the first use."""
@@ -180,23 +188,19 @@ class Generator:
             tokens=np.zeros((r, n), np.int32), count=numbers(), following=numbers(), last=flags(),
         )  # fmt: skip
 
-    def _chunks(self, rows, fresh: list[int], bucket: RunBucket):
-        """Yield the prompt chunks of the rows in `fresh`, side by side."""
+    def _chunks(self, fresh: list[tuple[int, Sequenced, int]], bucket: RunBucket) -> Iterator[rounds.Chunk]:
+        """The prompt chunks of newly admitted (row, text, slot), side by side."""
         n = self.settings.prefill_chunk
-        for begin in range(0, max((len(rows[row][0].prompt) for row in fresh), default=0), n):
+        for begin in range(0, max((len(text.prompt) for _, text, _ in fresh), default=0), n):
             chunk = self._empty_chunk(bucket)
-            for row in fresh:
-                text, slot = rows[row]
-                part = text.prompt[begin : begin + n]
+            for row, text, slot in fresh:
+                part, rest = text.prompt[begin : begin + n], text.prompt[begin + n : begin + n + 1]
                 if not part:
                     continue
-                chunk.fresh[row] = begin == 0
+                chunk.fresh[row], chunk.last[row] = begin == 0, not rest
                 chunk.slot[row], chunk.request[row], chunk.limit[row] = slot, text.number, text.limit
-                chunk.tokens[row, : len(part)] = part
-                chunk.count[row] = len(part)
-                chunk.last[row] = begin + n >= len(text.prompt)
-                if not chunk.last[row]:
-                    chunk.following[row] = text.prompt[begin + n]
+                chunk.tokens[row, : len(part)], chunk.count[row] = part, len(part)
+                chunk.following[row] = rest[0] if rest else 0
             yield chunk
 
     def _collect(self, rows, free: FreeList, emitted: rounds.Emitted, eos, on_tokens, first: bool = False) -> None:
