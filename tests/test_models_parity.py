@@ -1,18 +1,25 @@
 """The teacher-forced model agrees with transformers on checkpoints that transformers wrote; the MTP head with NumPy."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ssm.models import forward_sequence, load_model, load_params, mtp_sequence, save_params
+from jax_ssm.attention import Bucket, build_batch
+from jax_ssm.models import forward_sequence, hybrid, load_model, load_params, mtp_sequence, save_params
 from jax_ssm.models.qwen3_5 import init_params
 from jax_ssm.models.weights import open_safetensors, write_safetensors
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+# these tests compile much and compute little
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+forward = jit(forward_sequence, static_argnums=0)
+mtp_forward = jit(mtp_sequence, static_argnums=0)
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 41))
 BASE = dict(
@@ -92,13 +99,13 @@ def test_logits_equal_transformers_fp32(tmp_path, layout):
     model.save_pretrained(tmp_path)
     config, params = load_model(tmp_path)
     assert config.eos_token_ids == (7,) and config.dtype == "fp32"
-    _, logits = jax.jit(forward_sequence, static_argnums=0)(config, params, TOKENS)
+    _, logits = forward(config, params, TOKENS)
     theirs = hf_logits(model)
     assert_close(logits, theirs)
 
     # the same comparison sees one wrong norm: (1 + weight) taken as weight
     params["layers"][1]["input_layernorm"] = params["layers"][1]["input_layernorm"] - 1.0
-    _, wrong = jax.jit(forward_sequence, static_argnums=0)(config, params, TOKENS)
+    _, wrong = forward(config, params, TOKENS)
     assert np.abs(np.asarray(wrong) - theirs).max() > 1e-2 * np.abs(theirs).max()
 
 
@@ -144,8 +151,8 @@ def test_bf16_checkpoint_loads_bit_for_bit_and_stays_close(tmp_path):
     theirs = model.model.layers[0].mlp.up_proj.weight.detach().float().numpy()
     np.testing.assert_array_equal(np.asarray(weight, np.float32), theirs)
 
-    _, wide = jax.jit(forward_sequence, static_argnums=0)(config, load_params(tmp_path, config, "fp32"), TOKENS)
-    _, narrow = jax.jit(forward_sequence, static_argnums=0)(config, params, TOKENS)
+    _, wide = forward(config, load_params(tmp_path, config, "fp32"), TOKENS)
+    _, narrow = forward(config, params, TOKENS)
     exact = hf_logits(model.float())
     assert_close(wide, exact)
     assert np.sqrt(np.mean((np.asarray(narrow) - exact) ** 2)) < 0.05 * np.sqrt(np.mean(exact**2))
@@ -164,7 +171,7 @@ def test_transformers_reads_what_save_params_writes(tmp_path, dtype):
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(back), strict=True):
         assert a.dtype == b.dtype and bool((a == b).all())
     model = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    _, logits = jax.jit(forward_sequence, static_argnums=0)(config, load_params(tmp_path / "out", config, "fp32"), TOKENS)
+    _, logits = forward(config, load_params(tmp_path / "out", config, "fp32"), TOKENS)
     assert_close(logits, hf_logits(model))
 
 
@@ -216,11 +223,54 @@ def test_mtp_head_equals_numpy(tmp_path):
     hf_model(tie_word_embeddings=True).save_pretrained(tmp_path)
     add_mtp(tmp_path)
     config, params = load_model(tmp_path)
-    hidden, _ = jax.jit(forward_sequence, static_argnums=0)(config, params, TOKENS)
-    out, logits = jax.jit(mtp_sequence, static_argnums=0)(config, params, hidden[:, :-1], TOKENS[:, 1:])
+    hidden, _ = forward(config, params, TOKENS)
+    out, logits = mtp_forward(config, params, hidden[:, :-1], TOKENS[:, 1:])
     w = {n: x.astype(np.float64) for n, x in open_safetensors(tmp_path / "model.safetensors").items()}
     embed = w["model.embed_tokens.weight"]
     for row in range(2):
         expected = np_mtp(w, embed, np.asarray(hidden[row, :-1], np.float64), TOKENS[row, 1:], 4, 2, 16, 1e4, 4)
         assert_close(out[row], expected)
         assert_close(logits[row], expected @ embed.T)
+
+
+# --- greedy text --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "width"), [("native", 1), ("replay", 3)])
+def test_greedy_tokens_equal_transformers_generate(tmp_path, mode, width):
+    """200 tokens, fp32, through the jitted verify path; with drafts that are sometimes right, so rounds roll back."""
+    model = hf_model(**LAYOUTS["HV=2KH, tied"])
+    model.save_pretrained(tmp_path)
+    prompt, n = TOKENS[:1, :20], 200
+    greedy = dict(max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        theirs = model.generate(torch.tensor(prompt), **greedy)[0, 20:].numpy()
+    assert len(set(theirs.tolist())) > 10  # a text, not one token for ever
+
+    config, params = load_model(tmp_path)
+    specs = hybrid.model_specs(config, slots=2, max_len=256, width=width, mode=mode, history=8, act_dtype="fp32")
+    bucket = Bucket(1, width, fixed=True)
+    ids, offsets = jnp.zeros(width, jnp.int32), jnp.arange(width)
+
+    @partial(jax.jit, donate_argnums=0)
+    def round_(state, window):
+        ctxs = hybrid.prepare_contexts(specs, hybrid.allocate_contexts(specs, bucket))
+        batch = build_batch(specs.ssm, bucket, ids, b_mtp_index=offsets, b_ready_cache_len=state.kv.length)
+        state, ctxs = hybrid.update_contexts(specs, ctxs, state, batch)
+        state, _, logits = hybrid.verify(specs, params, ctxs, state, window, batch.positions)
+        chosen = jnp.argmax(logits, -1)
+        accepted = 1 + jnp.sum(jnp.cumprod(chosen[:-1] == window[1:]))
+        return hybrid.accept_model(specs, ctxs, state, accepted[None]), chosen, accepted
+
+    state, _, logits = jit(hybrid.prefill_chunk, static_argnums=0)(
+        specs, params, hybrid.init_model_state(specs), np.array([0]), prompt, np.array([20])
+    )
+    ours, lengths, rng = [int(jnp.argmax(logits))], [], np.random.default_rng(0)
+    while len(ours) < n:
+        drafts = np.append(theirs[len(ours) : len(ours) + width - 1], [0] * width)[: width - 1]
+        drafts = np.where(rng.random(width - 1) < 0.6, drafts, rng.integers(0, 256, width - 1))
+        state, chosen, accepted = round_(state, np.append(ours[-1], drafts).astype(np.int32))
+        ours += np.asarray(chosen)[: int(accepted)].tolist()
+        lengths.append(int(accepted))
+    np.testing.assert_array_equal(ours[:n], theirs)
+    assert set(lengths) == set(range(1, width + 1))
