@@ -28,7 +28,7 @@ from kernels_pallas.recurrence import (
 )
 
 SIZES = (16, 32, 64, 128, 256)
-UNROLLED = 4  # windows up to this width are written out, longer ones are a loop
+UNROLLED = 1  # windows up to this width are written out, longer ones are a loop
 
 
 class Tile(NamedTuple):
@@ -100,7 +100,7 @@ def _walk(s, tokens, width: int, load_token, emit, dtype, tile: Tile):
         x = following
 
 
-def _zero_rows(o_ref, cu_ref, head, r, rows):
+def zero_rows(o_ref, cu_ref, head, r, rows):
     """Padding token rows are exactly zero: request row r clears rows total + r, total + r + R, .. of its head and V block."""
     requests, t = cu_ref.shape[0] - 1, o_ref.shape[0]
     first = cu_ref[requests] + r
@@ -123,7 +123,7 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
     rows = program_id(0) * tile.m + lax.iota(jnp.int32, tile.m)
     column = program_id(0) * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] // width - 1)
-    _zero_rows(o_ref, cu_ref, head, r, rows)
+    zero_rows(o_ref, cu_ref, head, r, rows)
 
     @when(tokens > 0)
     def _():
@@ -154,7 +154,7 @@ def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale,
     column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
     group = o_ref.shape[1] // k_raw.shape[1]
-    _zero_rows(o_ref, cu_ref, head, r, rows)
+    zero_rows(o_ref, cu_ref, head, r, rows)
 
     @when(tokens > 0)
     def _():

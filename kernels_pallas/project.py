@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, store, when
-from kernels_pallas.gates import inverse_norm, power_of_two
+from kernels_pallas.decode import zero_rows
+from kernels_pallas.gates import decay, inverse_norm, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
     LANES,
     finish,
@@ -47,7 +48,7 @@ def request(r, slots_ref, lens_ref, cu_ref, cursor_ref, hold: int, length: int):
     live = (tokens > 0) & (slot >= 0) & (slot < hold)
     slot = jnp.where(live, slot, 0)
     cursor = cursor_ref[slot]
-    return live, slot, tokens, cu_ref[r], cursor % (2 * length), cursor // (2 * length) * length
+    return live, slot, tokens, cu_ref[r], lax.rem(cursor, 2 * length), lax.div(cursor, 2 * length) * length
 
 
 # ------------------------------------------------------------------------------------------------------- pre-kernels
@@ -72,17 +73,34 @@ def _window_keys(k_pool, k_ref, where, j, n, tokens, key_head, levels):
     return [jnp.where(j < n, a, b) for a, b in zip(old, new, strict=True)]
 
 
+def _gates(refs, row, v_head, mask):
+    """decay and beta [N, 1] of the value heads v_head [N, 1] of one token row: loaded, or computed from raw logits; decay is
+    1 and beta 0 where `mask` is false."""
+    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    if len(refs) == 2:
+        a = load(refs[0].at[row, v_head, iota(1, 1)], mask=mask, other=one)
+        return a, load(refs[1].at[row, v_head], mask=mask, other=zero)
+
+    def get(ref, *at):
+        return load(ref.at[at], mask=mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
+
+    a, b, A_log, dt_bias = refs
+    a = decay(get(a, row, v_head), get(A_log, v_head), get(dt_bias, v_head), None)
+    return jnp.where(mask, a, one), jnp.where(mask, sigmoid(get(b, row, v_head)), zero)
+
+
 def _gdn_kernel(
-    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, k_pool, decay_pool, beta_pool,
-    x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out, *, heads: int, width: int, scale: float, warps: int, interpret: bool,
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, *refs,
+    heads: int, width: int, scale: float, warps: int, interpret: bool
 ):  # fmt: skip
     """Steps 1 and 2 of GDN for one request and key head: k^, q^, c_jt, P(0->t) and the records k, decay, beta."""
+    *gates, k_pool, decay_pool, _, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out = refs
     head, r, layer = program_id(0), program_id(1), layer_ref[0]
-    (t_rows, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_ref.shape[1]
+    (_, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_pool.shape[2]
     length, group = k_pool.shape[3] // 2, v_heads // heads
     levels = pair_levels(k_ref.dtype, k_dim)
     live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
-    q_head, key_head = head // (heads // q_heads), head // (heads // key_heads)
+    q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
 
     @when(live)
     def _():
@@ -106,7 +124,7 @@ def _gdn_kernel(
         def token(t, carry):
             passed, passed_0 = carry
             real = t < tokens
-            a = load(decay_ref.at[first + t, v_head, iota(1, 1)], mask=real, other=one)
+            a, beta = _gates(gates, first + t, v_head, real & inside)
             passed = passed * jnp.where(later < n + t, a, 1.0)
             passed_0 = passed_0 * a
             for i, (ref, own) in enumerate(((k_ref, key_head), (q_ref, q_head))):
@@ -118,7 +136,6 @@ def _gdn_kernel(
                     gram, x = gram * scale, [p * scale for p in x]
                 store(coef_ref.at[r, v_head, 2 * t + i, later], passed * gram[None, :], mask=inside)
                 store_pieces(x_ref, (r, head), 2 * t + i + j, x, k_dim, levels, mask=j == 0)
-            beta = load(beta_ref.at[first + t, v_head], mask=real & inside, other=jnp.zeros((), jnp.float32))
             store(scalar_ref.at[r, v_head, 2 * t], passed_0, mask=inside)
             store(scalar_ref.at[r, v_head, 2 * t + 1], beta, mask=inside)
             store(decay_out.at[layer, slot, v_head, base + n + t, iota(1, 1)], a, mask=inside & real)
@@ -126,7 +143,7 @@ def _gdn_kernel(
             return passed, passed_0
 
         _each_token(width, token, (passed, passed_0))
-        owner = head % (heads // key_heads) == 0
+        owner = lax.rem(head, heads // key_heads) == 0
         fresh = (j >= n) & (j < n + tokens)
         store_pieces(k_out, (layer, slot, key_head), base + j, keys, k_dim, levels, mask=fresh & owner)
 
@@ -201,15 +218,17 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
     index: (layer [1], slots [R], verify_len [R], cu [R+1]) int32; cursor [S] int32 (the forward's copy). tokens: q [T, H, K],
-    k [T, KH, K] raw, decay [T, HV, G], beta [T, HV] fp32. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G],
-    beta [layers, S, HV, 2L], written at the records n..n+T_r-1 of each live half.
+    k [T, KH, K] raw, then decay [T, HV, G] and beta [T, HV] fp32 or, in GDN, the raw a, b [T, HV], A_log and dt_bias [HV],
+    whose gates are then computed inside. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta [layers, S,
+    HV, 2L], written at the records n..n+T_r-1 of each live half.
 
     Returns x [R, heads, 2W, K] fp32 (row 2t is k^_t, 2t+1 is q^_t scaled; KDA: times P(0->t)), c [R, HV, 2W, L] fp32
     (columns n + i are window tokens i), scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta), and the pools.
     Rows of requests that are not live are left unwritten. heads is H when H = KH, else HV.
     """
-    q, k, decay, beta = tokens
-    requests, (v_heads, gates), k_dim, length = index[1].shape[0], decay.shape[1:], q.shape[2], pools[0].shape[3] // 2
+    q, k = tokens[:2]
+    requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
+    length = double // 2
     heads = q.shape[1] if q.shape[1] == k.shape[1] else v_heads
     scratch = [
         jax.ShapeDtypeStruct((requests, heads, 2 * width, k_dim), jnp.float32),
@@ -223,7 +242,7 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
         grid=(heads, requests) if gdn else (length // KDA_BLOCK + 1, heads, requests),
         name=f"replay_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
         num_warps=num_warps,
-        aliases={9: 3, 10: 4, 11: 5},
+        aliases={len(index) + 1 + len(tokens) + i: 3 + i for i in range(3)},
         width=width,
         scale=scale,
         warps=num_warps,
@@ -241,21 +260,17 @@ def _outputs_kernel(
 ):  # fmt: skip
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
-    requests, x_heads, k_dim = x_ref.shape[0], x_ref.shape[1], x_ref.shape[3]
-    v_heads, length, t_rows = v_ref.shape[1], d_pool.shape[3] // 2, o_ref.shape[0]
+    x_heads, k_dim = x_ref.shape[1], x_ref.shape[3]
+    v_heads, length = v_ref.shape[1], d_pool.shape[3] // 2
     levels = pair_levels(state_ref.dtype, k_dim)
     live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, state_ref.shape[1] - 1, length)
-    x_head = head // (v_heads // x_heads)
+    x_head = lax.div(head, v_heads // x_heads)
     rows = block * block_v + iota(block_v, 0)
     lane = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
     same = jnp.zeros((block_v, 1), jnp.int32)
     zero = jnp.zeros((), jnp.float32)
 
-    # token rows beyond the last live one are zero; they are shared out over all programs
-    total = cu_ref[requests]
-    pad = jnp.zeros((block_v,), o_ref.dtype)
-    lax.fori_loop(0, (t_rows - total - r + requests - 1) // requests,
-                  lambda i, c: (store(o_ref.at[total + r + i * requests, head, lane], pad), c)[1], 0)  # fmt: skip
+    zero_rows(o_ref, cu_ref, head, r, lane)
 
     @when(live)
     def _():
@@ -269,7 +284,7 @@ def _outputs_kernel(
             x = load_row_pieces(x_ref, (r, x_head, i), block_v, k_dim, levels, warps)
             lanes = lane_sums([a * b for a, b in zip(state, x, strict=True)], levels)
             if gdn:
-                lanes = lanes * load(scalar_ref.at[r, head, i - i % 2])
+                lanes = lanes * load(scalar_ref.at[r, head, i - lax.rem(i, 2)])
             products = [
                 d * load(coef_ref.at[r, head, i, cols + same], mask=cols < n, other=zero)
                 for cols, d in zip(_record_columns(length), d_old, strict=True)
@@ -316,9 +331,9 @@ def _record_columns(length: int):
 def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):
     """Outputs of one layer and its records v, d.
 
-    index, cursor as for `coefficients`; v [T, HV, V] raw; window: x, c and scalars of `coefficients`; state [layers, S, HV, V, K];
-    pools: v and d [layers, S, HV, 2L, V], written at the records n..n+T_r-1 of each live half. Returns o [T, HV, V] in
-    v's dtype, zero in token rows that no live request owns, and the pools. Donate the pools.
+    index, cursor as for `coefficients`; v [T, HV, V] raw; window: x, c and scalars of `coefficients`; state [layers, S,
+    HV, V, K]; pools: v and d [layers, S, HV, 2L, V], written at the records n..n+T_r-1 of each live half. Returns o [T, HV,
+    V] in v's dtype, zero in token rows that no live request owns, and the pools. Donate the pools.
     """
     x = window[0]
     requests, width, v_heads, v_dim = x.shape[0], x.shape[2] // 2, v.shape[1], v.shape[2]
