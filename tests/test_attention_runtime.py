@@ -28,7 +28,7 @@ from jax_ssm.attention import (
 )
 from jax_ssm.conv import conv_forward
 from jax_ssm.gates import LinearInputs
-from jax_ssm.spec import SSMSpec, plan_layers
+from jax_ssm.spec import KernelConfig, SSMSpec, plan_layers
 from jax_ssm.state import init_state
 
 KINDS = ("gdn", "gdn", "full", "gdn", "full")
@@ -404,6 +404,7 @@ ODD = LayerSpec("gdn", "odd", ssm_spec(k_dim=12))
     [
         (LINEAR, Capability("cpu"), Constraints(), "xla"),
         (LINEAR, Capability("cpu", features=frozenset({"pallas"})), Constraints(), "xla"),
+        (LINEAR, Capability("cpu", features=frozenset({"pallas"})), Constraints("pallas"), "pallas"),
         (LINEAR, GPU, Constraints(), "pallas"),
         (LINEAR, Capability("gpu", "H200", frozenset({"triton"})), Constraints(), "triton"),
         (LINEAR, Capability("gpu", "H200"), Constraints(), "xla"),
@@ -425,7 +426,9 @@ def test_R68_selector_table(spec, capability, constraints, backend):
 @pytest.mark.parametrize(
     "spec,capability,constraints,parts",
     [
-        (LINEAR, Capability("cpu"), Constraints("pallas"), ["implementation='pallas' cannot run", "needs platform gpu"]),
+        (LINEAR, Capability("tpu"), Constraints("pallas"), ["implementation='pallas' cannot run", "needs platform gpu"]),
+        (LINEAR, Capability("cpu"), Constraints("triton"), ["implementation='triton' cannot run", "needs platform gpu"]),
+        (LINEAR, Capability("cpu"), Constraints("pallas"), ["pallas kernels are not available in this installation"]),
         (LINEAR, Capability("gpu"), Constraints("pallas"), ["pallas kernels are not available in this installation"]),
         (LINEAR, GPU, Constraints("cuda"), ["'cuda' is unknown, allowed are ['pallas', 'triton', 'xla']"]),
         (FULL, GPU, Constraints("triton"), ["has no kernel for kind 'full'", "group 'main.full'"]),
@@ -440,10 +443,15 @@ def test_R68_refusal_lists_every_candidate_with_its_reason(spec, capability, con
         assert part in str(error.value)
 
 
-def test_named_kernels_are_refused_here():
-    """Nothing falls back silently: on the CPU of this test a kernel asked for by name raises."""
-    with pytest.raises(BackendError):
-        attention.select_backend(LINEAR, attention.local_capability(), Constraints("triton"))
+def test_the_local_default_runs_here():
+    """On the machine of this test the default is a backend whose executor accepts it, and full attention is XLA."""
+    capability = attention.local_capability()
+    assert "xla" in capability.features
+    backend = attention.select_backend(LINEAR, capability).backend
+    attention.prepare(LINEAR, attention.allocate_context(LINEAR, Bucket(2, 4), KernelConfig(backend)))
+    assert attention.select_backend(FULL, capability).backend == "xla"
+    with pytest.raises(NotImplementedError, match="full attention runs on 'xla' only"):
+        attention.prepare(FULL, attention.allocate_context(FULL, Bucket(2, 4), KernelConfig("pallas")))
 
 
 # --- planner (R69) --------------------------------------------------------------------------------------------------

@@ -41,15 +41,23 @@ from jax_ssm.attention.spec import (
     kv_bytes,
 )
 from jax_ssm.attention.varlen import varlen_attention
-from jax_ssm.spec import KernelConfig
+from jax_ssm.executors import check_config
+from jax_ssm.spec import IMPLEMENTATIONS, KernelConfig
 
 BACKENDS = {"gdn": linear, "kda": linear, "full": full}
 
 
 def local_capability() -> Capability:
-    """Capability of the first device of this process, with the kernel packages that this installation can run."""
+    """Capability of the first device of this process, with the kernels that `executors.check_config` lets run here."""
+    features = []
+    for name in IMPLEMENTATIONS:
+        try:
+            check_config(KernelConfig(name))
+            features.append(name)
+        except NotImplementedError:
+            pass
     device = jax.devices()[0]
-    return Capability(device.platform, device.device_kind)
+    return Capability(device.platform, device.device_kind, frozenset(features))
 
 
 def context(contexts: dict, binding: LayerAttentionBinding):

@@ -40,19 +40,24 @@ class Selection:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend, what it can compute and what it promises. feature: what must be installed, None for nothing."""
+    """A backend, what it can compute and what it promises.
+
+    platforms: where it is a default, None for everywhere; by_name: where it also runs when asked for by name. feature:
+    what must be installed, None for nothing.
+    """
 
     name: str
     kinds: tuple[str, ...]
     platforms: tuple[str, ...] | None
     feature: str | None
+    by_name: tuple[str, ...] = ()
     properties: frozenset[str] = frozenset()
     power_of_two: bool = False
 
 
 CANDIDATES = (
-    Candidate("pallas", ("gdn", "kda"), ("gpu",), "pallas", frozenset({"exact_bits"}), power_of_two=True),
-    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", frozenset({"exact_bits"}), power_of_two=True),
+    Candidate("pallas", ("gdn", "kda"), ("gpu",), "pallas", ("cpu",), frozenset({"exact_bits"}), power_of_two=True),
+    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", (), frozenset({"exact_bits"}), power_of_two=True),
     Candidate("xla", ("gdn", "kda", "full"), None, None),
 )
 
@@ -81,7 +86,10 @@ def _refusal(candidate: Candidate, spec: LayerSpec, capability: Capability, cons
     if spec.kind not in candidate.kinds:
         return f"has no kernel for kind {spec.kind!r}"
     if candidate.platforms is not None and capability.platform not in candidate.platforms:
-        return f"needs platform {' or '.join(candidate.platforms)}, this is {capability.platform!r}"
+        if capability.platform not in candidate.by_name:
+            return f"needs platform {' or '.join(candidate.platforms)}, this is {capability.platform!r}"
+        if constraints.implementation is None:
+            return f"runs on {capability.platform!r} only when asked for by name (interpreted, for tests)"
     if candidate.feature is not None and candidate.feature not in capability.features:
         return f"{candidate.feature} kernels are not available in this installation"
     if candidate.power_of_two:
