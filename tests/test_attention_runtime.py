@@ -396,21 +396,22 @@ def test_build_batch_names_what_does_not_fit(bucket, arguments, message):
 # --- selector (R68) -------------------------------------------------------------------------------------------------
 
 GPU = Capability("gpu", "H200", frozenset({"pallas", "triton"}))
-ODD = LayerSpec("gdn", "odd", ssm_spec(k_dim=12))
+WIDE = LayerSpec("gdn", "wide", ssm_spec(k_dim=16, v_dim=32))
+ODD = LayerSpec("gdn", "odd", ssm_spec(k_dim=12, v_dim=16))
 
 
 @pytest.mark.parametrize(
     "spec,capability,constraints,backend",
     [
-        (LINEAR, Capability("cpu"), Constraints(), "xla"),
-        (LINEAR, Capability("cpu", features=frozenset({"pallas"})), Constraints(), "xla"),
-        (LINEAR, Capability("cpu", features=frozenset({"pallas"})), Constraints("pallas"), "pallas"),
-        (LINEAR, GPU, Constraints(), "pallas"),
-        (LINEAR, Capability("gpu", "H200", frozenset({"triton"})), Constraints(), "triton"),
-        (LINEAR, Capability("gpu", "H200"), Constraints(), "xla"),
-        (LINEAR, GPU, Constraints("triton"), "triton"),
-        (LINEAR, GPU, Constraints("xla"), "xla"),
-        (LINEAR, GPU, Constraints(require=frozenset({"exact_bits"})), "pallas"),
+        (WIDE, Capability("cpu"), Constraints(), "xla"),
+        (WIDE, Capability("cpu", features=frozenset({"pallas"})), Constraints(), "xla"),
+        (WIDE, Capability("cpu", features=frozenset({"pallas"})), Constraints("pallas"), "pallas"),
+        (WIDE, GPU, Constraints(), "pallas"),
+        (WIDE, Capability("gpu", "H200", frozenset({"triton"})), Constraints(), "triton"),
+        (WIDE, Capability("gpu", "H200"), Constraints(), "xla"),
+        (WIDE, GPU, Constraints("triton"), "triton"),
+        (WIDE, GPU, Constraints("xla"), "xla"),
+        (WIDE, GPU, Constraints(require=frozenset({"exact_bits"})), "pallas"),
         (ODD, GPU, Constraints(), "xla"),
         (FULL, GPU, Constraints(), "xla"),
     ],
@@ -426,14 +427,14 @@ def test_R68_selector_table(spec, capability, constraints, backend):
 @pytest.mark.parametrize(
     "spec,capability,constraints,parts",
     [
-        (LINEAR, Capability("tpu"), Constraints("pallas"), ["implementation='pallas' cannot run", "needs platform gpu"]),
-        (LINEAR, Capability("cpu"), Constraints("triton"), ["implementation='triton' cannot run", "needs platform gpu"]),
-        (LINEAR, Capability("cpu"), Constraints("pallas"), ["pallas kernels are not available in this installation"]),
-        (LINEAR, Capability("gpu"), Constraints("pallas"), ["pallas kernels are not available in this installation"]),
-        (LINEAR, GPU, Constraints("cuda"), ["'cuda' is unknown, allowed are ['pallas', 'triton', 'xla']"]),
+        (WIDE, Capability("tpu"), Constraints("pallas"), ["implementation='pallas' cannot run", "needs platform gpu"]),
+        (WIDE, Capability("cpu"), Constraints("triton"), ["implementation='triton' cannot run", "needs platform gpu"]),
+        (WIDE, Capability("cpu"), Constraints("pallas"), ["pallas kernels are not available in this installation"]),
+        (WIDE, Capability("gpu"), Constraints("pallas"), ["pallas kernels are not available in this installation"]),
+        (WIDE, GPU, Constraints("cuda"), ["'cuda' is unknown, allowed are ['pallas', 'triton', 'xla']"]),
         (FULL, GPU, Constraints("triton"), ["has no kernel for kind 'full'", "group 'main.full'"]),
-        (ODD, GPU, Constraints("pallas"), ["k_dim=12 is not a power of two"]),
-        (LINEAR, Capability("cpu"), Constraints(require=frozenset({"exact_bits"})), ["does not provide exact_bits"]),
+        (ODD, GPU, Constraints("pallas"), ["k_dim=12 is not one of (16, 32"]),
+        (WIDE, Capability("cpu"), Constraints(require=frozenset({"exact_bits"})), ["does not provide exact_bits"]),
     ],
 )
 def test_R68_refusal_lists_every_candidate_with_its_reason(spec, capability, constraints, parts):
@@ -447,8 +448,8 @@ def test_the_local_default_runs_here():
     """On the machine of this test the default is a backend whose executor accepts it, and full attention is XLA."""
     capability = attention.local_capability()
     assert "xla" in capability.features
-    backend = attention.select_backend(LINEAR, capability).backend
-    attention.prepare(LINEAR, attention.allocate_context(LINEAR, Bucket(2, 4), KernelConfig(backend)))
+    backend = attention.select_backend(WIDE, capability).backend
+    attention.prepare(WIDE, attention.allocate_context(WIDE, Bucket(2, 4), KernelConfig(backend)))
     assert attention.select_backend(FULL, capability).backend == "xla"
     with pytest.raises(NotImplementedError, match="full attention runs on 'xla' only"):
         attention.prepare(FULL, attention.allocate_context(FULL, Bucket(2, 4), KernelConfig("pallas")))

@@ -43,7 +43,7 @@ class Candidate:
     """A backend, what it can compute and what it promises.
 
     platforms: where it is a default, None for everywhere; by_name: where it also runs when asked for by name. feature:
-    what must be installed, None for nothing.
+    what must be installed, None for nothing. head_sizes: legal K and V, None for any.
     """
 
     name: str
@@ -52,12 +52,14 @@ class Candidate:
     feature: str | None
     by_name: tuple[str, ...] = ()
     properties: frozenset[str] = frozenset()
-    power_of_two: bool = False
+    head_sizes: tuple[int, ...] | None = None
 
+
+KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 CANDIDATES = (
-    Candidate("pallas", ("gdn", "kda"), ("gpu",), "pallas", ("cpu",), frozenset({"exact_bits"}), power_of_two=True),
-    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", (), frozenset({"exact_bits"}), power_of_two=True),
+    Candidate("pallas", ("gdn", "kda"), ("gpu",), "pallas", ("cpu",), frozenset({"exact_bits"}), KERNEL_HEAD_SIZES),
+    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", (), frozenset({"exact_bits"}), KERNEL_HEAD_SIZES),
     Candidate("xla", ("gdn", "kda", "full"), None, None),
 )
 
@@ -92,11 +94,10 @@ def _refusal(candidate: Candidate, spec: LayerSpec, capability: Capability, cons
             return f"runs on {capability.platform!r} only when asked for by name (interpreted, for tests)"
     if candidate.feature is not None and candidate.feature not in capability.features:
         return f"{candidate.feature} kernels are not available in this installation"
-    if candidate.power_of_two:
+    if candidate.head_sizes is not None:
         for name in ("k_dim", "v_dim"):
-            value = getattr(spec.ssm, name)
-            if value & (value - 1):
-                return f"{name}={value} is not a power of two"
+            if (value := getattr(spec.ssm, name)) not in candidate.head_sizes:
+                return f"{name}={value} is not one of {candidate.head_sizes}"
     missing = sorted(constraints.require - candidate.properties)
     return f"does not provide {', '.join(missing)}" if missing else None
 
