@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ssm.conv import canonical_window
-from jax_ssm.executors import MODES
+from jax_ssm.executors import MODES, check_config
 from jax_ssm.executors import replay as replay_mode
+from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
-from jax_ssm.spec import SSMSpec, page_bytes
+from jax_ssm.spec import KernelConfig, SSMSpec, page_bytes
 from jax_ssm.state import ConvSSMState, check_slots, concrete, dtype, map_slots, pytree
 
 __all__ = ["Pages", "init_pages", "export_into", "restore", "page_bytes"]
@@ -46,7 +47,15 @@ def check_pages(spec: SSMSpec, pages: Pages) -> None:
             raise ValueError(f"pages.{name}={has.dtype}{has.shape} is not allowed: this spec needs {needs.dtype}{needs.shape}")
 
 
-def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> Pages:
+def export_into(
+    spec: SSMSpec,
+    state: ConvSSMState,
+    pages: Pages,
+    page_ids: Array,
+    slots: Array,
+    n: Array,
+    config: KernelConfig = KernelConfig(),
+) -> Pages:
     """Write the canonical state of the first n of slots [N] into pages page_ids [N].
 
     Donate `pages`: temporary memory is a few kilobytes at most, whatever the batch. The state is unchanged; replay folds
@@ -55,8 +64,10 @@ def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Arra
     geometry or dtype.
     """
     check_pages(spec, pages)
+    check_config(config)
     slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
     n = jnp.minimum(n, slots.shape[0])
+    by_kernel = config.implementation == "pallas"
 
     def where(i):
         slot, page = slots[i], page_ids[i]
@@ -72,13 +83,16 @@ def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Arra
 
         def copy(pages):
             pages = pages.replace(conv=write(pages.conv, canonical_window(spec, tied, slot), page))
-            if spec.mode == "replay":
+            if by_kernel or spec.mode == "replay":
                 return pages
             return pages.replace(ssm=write(pages.ssm, MODES[spec.mode].materialize(spec, tied, slot), page))
 
         return lax.cond(live, copy, lambda pages: pages, pages)
 
     pages = lax.fori_loop(0, n, one, pages)
+    if by_kernel:
+        targets = jnp.where((page_ids >= 0) & (page_ids < pages.ssm.shape[0]), page_ids, -1)
+        return pages.replace(ssm=materialize_into(spec, state, slots, targets, n, config, pages=pages.ssm))
     return pages.replace(ssm=_fold_rows(spec, state, pages.ssm, n, where)) if spec.mode == "replay" else pages
 
 

@@ -33,10 +33,12 @@ def load_record(pools, lead, head, at, rows, tile: Tile):
 
 
 def _advance_kernel(
-    count_ref, work_ref, _, *refs, tile: Tile, records: bool, pages: bool, in_place: bool, programs: int, interpret: bool
+    count_ref, work_ref, *refs,
+    tile: Tile, tokens: int, records: bool, pages: bool, in_place: bool, programs: int, interpret: bool
 ):  # fmt: skip
     """Tiles program_id, program_id + programs, .. of the list."""
-    *_, target_ref, _ = refs
+    refs = refs[tokens : len(refs) - tokens]
+    target_ref = refs[-1]
     state_ref = target_ref if in_place else refs[0]
     pools = refs[1:5] if records else ()
     layers, _, heads, v_dim, _ = state_ref.shape
@@ -73,7 +75,7 @@ def _advance_kernel(
 
 
 def advance(
-    state, pools, count, work, token, target=None, *, pages: bool = False, block_v: int = 16, num_warps: int = 1
+    state, pools, count, work, *, target=None, token=None, pages: bool = False, block_v: int = 16, num_warps: int = 1
 ):  # fmt: skip
     """Write the accepted states of a work list, all layers.
 
@@ -83,23 +85,27 @@ def advance(
     Sources and targets of one call must be distinct rows. target: another array in the dtype of the state, [P, layers, HV,
     V, K] if `pages` else [layers, rows, HV, V, K]; None: the state itself, where items without records are left alone.
     token: any array, returned unchanged; whoever reads it afterwards comes after the reads of this call, so that XLA need
-    not copy a pool to keep both apart. Donate what is written and the token. Returns (written, token). No temporary memory.
+    not copy a pool to keep both apart. Donate what is written and the token. Returns what is written, and the token if
+    there is one. No temporary memory.
     """
     tile = tile_of(state, block_v, num_warps)
     in_place = target is None
-    operands = (count, work, token, state, *(pools or ()), *(() if in_place else (target,)))
+    tokens = () if token is None else (token,)
+    operands = (count, work, *tokens, state, *(pools or ()), *(() if in_place else (target,)))
     written = state if in_place else target
     programs = PROGRAMS if not tile.interpret else 8
-    return call(
+    out = call(
         _advance_kernel,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (written, token)],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (written, *tokens)],
         grid=(programs,),
         name="ssm_advance",
         num_warps=num_warps,
-        aliases={3 if in_place else len(operands) - 1: 0, 2: 1},
+        aliases={2 + len(tokens) if in_place else len(operands) - 1: 0} | ({2: 1} if tokens else {}),
         tile=tile,
+        tokens=len(tokens),
         records=pools is not None,
         pages=pages,
         in_place=in_place,
         programs=programs,
     )(*operands)
+    return out if tokens else out[0]

@@ -20,6 +20,7 @@ from jax_ssm.acceptance import (
 )
 from jax_ssm.conv import canonical_window, merge_windows
 from jax_ssm.executors import compact, native, replay
+from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.gates import CoreInputs, LinearInputs
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
@@ -98,25 +99,33 @@ def commit(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance, ledg
     return state
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig = KernelConfig()) -> ConvSSMState:
     """Make row 0 and window offset 0 of the slots [N] hold the accepted state, before a prompt chunk or a copy.
 
     Replay: the live records are folded and the cursors become 0. Native: the accepted row moves to row 0. Compact:
     the state already is. Afterwards the accepted index is 0. Raises ValueError for concrete ids that are not live.
     """
+    check_config(config)
     check_slots(spec, slots)
     slots = jnp.asarray(slots, jnp.int32)
-    state = MODES[spec.mode].merge(spec, state, slots)
+    state = MODES[spec.mode].merge(spec, state, slots, config)
     state = merge_windows(spec, state, slots)
     return state.replace(accepted=state.accepted.at[drop_index(spec, slots)].set(0, mode="drop"))
 
 
-def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array) -> tuple[Array, Array]:
+def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig = KernelConfig()) -> tuple[Array, Array]:
     """Canonical copies (conv [N, layers, C, kw-1], ssm [N, layers, HV, V, K]) of the slots [N]; the state is unchanged.
 
     Allocates N states, and says so: use `pages.export_into` to write into memory you own.
     """
+    check_config(config)
     check_slots(spec, slots)
-    index = read_index(spec, jnp.asarray(slots, jnp.int32))
-    ssm = jax.lax.map(lambda slot: MODES[spec.mode].materialize(spec, state, slot), index)
+    slots = jnp.asarray(slots, jnp.int32)
+    index = read_index(spec, slots)
+    if config.implementation == "pallas":
+        n = slots.shape[0]
+        ssm = jnp.zeros((n, spec.layers) + state.ssm.shape[2:], state.ssm.dtype)
+        ssm = materialize_into(spec, state, slots, jnp.arange(n), n, config, pages=ssm)
+    else:
+        ssm = jax.lax.map(lambda slot: MODES[spec.mode].materialize(spec, state, slot), index)
     return jax.lax.map(lambda slot: canonical_window(spec, state, slot), index), ssm

@@ -11,7 +11,7 @@ from jax_ssm.executors import native
 from jax_ssm.executors.recurrence import expand_heads, replay
 from jax_ssm.gates import CoreInputs, store
 from jax_ssm.layout import in_window, to_rows
-from jax_ssm.spec import SSMSpec
+from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import CompactWindow, ConvSSMState, drop_index, dtype, read_index
 
 Array = jax.Array
@@ -74,7 +74,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     return state.replace(ssm=lax.fori_loop(0, spec.layers, layer, state.ssm))
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
     """The state is already canonical."""
     return state
 

@@ -52,9 +52,10 @@ def run_window(spec: SSMSpec, s: Array, w: CoreInputs, carry, visit):
 
 
 def core_inputs(spec: SSMSpec, receipt: SSMForward, inputs: LinearInputs) -> CoreInputs | LinearInputs:
-    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts."""
-    single = spec.mode == "native" and spec.rule == "gdn" and spec.width == 1
-    if receipt.config.implementation == "pallas" and single:
+    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts,
+    and replay of GDN, whose pre-kernel needs the raw rows anyway."""
+    inside = spec.rule == "gdn" and (spec.mode == "replay" or (spec.mode == "native" and spec.width == 1))
+    if receipt.config.implementation == "pallas" and inside:
         check_inputs(spec, inputs)
         return inputs
     return prologue(spec, inputs, receipt.config.implementation)
@@ -97,7 +98,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     return state
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
     """Move the accepted row of each slot to row 0."""
     source = read_index(spec, slots)
     rows = state.ssm[:, source * spec.width + state.accepted[source]]

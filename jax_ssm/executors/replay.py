@@ -15,8 +15,9 @@ from jax import lax
 from jax_ssm.acceptance import SSMForward
 from jax_ssm.executors import native
 from jax_ssm.executors.compact import put_records
+from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import expand_heads, read, replay
-from jax_ssm.gates import CoreInputs, l2norm, store
+from jax_ssm.gates import CoreInputs, LinearInputs, l2norm, store
 from jax_ssm.layout import DecodeLayout, to_rows
 from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
@@ -34,6 +35,8 @@ def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: Ke
 
     A row folds iff T_r > 0 and n + T_r > L; it continues in the other half, so the records it folded stay intact.
     """
+    if config.implementation == "pallas":
+        return _prepare_kernel(state, layout, config)
     cursor = state.extra.cursor[read_index(spec, layout.slots)]
     n, phase = live(spec, cursor)
     fold = (layout.verify_len > 0) & (n + layout.verify_len > spec.history)
@@ -42,6 +45,17 @@ def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: Ke
     target = drop_index(spec, layout.slots, layout.verify_len > 0)
     published = h.forward_cursor.at[target].set(h.cursor[read_index(spec, layout.slots)], mode="drop")
     return state.replace(extra=h.replace(forward_cursor=published))
+
+
+def _prepare_kernel(state: ConvSSMState, layout: DecodeLayout, config: KernelConfig) -> ConvSSMState:
+    from kernels_pallas import history
+
+    h, launch = state.extra, dict(block_v=config.block_v, num_warps=config.num_warps)
+    cursors = (h.cursor, h.forward_cursor)
+    ssm, cursor, forward_cursor = history.prepare(
+        state.ssm, (h.k, h.v, h.decay, h.beta), *cursors, layout.slots, layout.verify_len, **launch
+    )
+    return state.replace(ssm=ssm, extra=h.replace(cursor=cursor, forward_cursor=forward_cursor))
 
 
 def fold_slots(spec: SSMSpec, state: ConvSSMState, slots: Array, fold: Array, cursor: Array) -> ConvSSMState:
@@ -78,8 +92,12 @@ def _half(spec: SSMSpec, x: Array, phase: Array, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, phase * spec.history, spec.history, axis=axis)
 
 
-def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
+def forward(
+    spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs | LinearInputs
+) -> tuple[ConvSSMState, Array]:
     """Verify: outputs o [T, HV, V] from checkpoint and history; writes T_r uncommitted records, moves no cursor."""
+    if receipt.config.implementation == "pallas":
+        return _forward_kernel(spec, state, receipt, row, core)
     layout, w, h = receipt.layout, native.window_inputs(spec, receipt, core), state.extra
     slots = read_index(spec, layout.slots)
     n, phase = live(spec, h.forward_cursor[slots])
@@ -105,6 +123,25 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: 
     (d,) = put_records(spec, layout, row, write, (h.d,), (d,))
     history = h.replace(k=k, v=v, d=d, decay=decay, beta=beta)
     return state.replace(extra=history), to_rows(layout, store(o, w.v.dtype))
+
+
+def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, x: CoreInputs | LinearInputs):
+    from kernels_pallas import project
+
+    layout, config, h = receipt.layout, receipt.config, state.extra
+    if isinstance(x, CoreInputs):
+        tokens = (x.q_raw, x.k, x.decay, x.beta)
+    else:
+        tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
+    index = (jnp.asarray(row, jnp.int32).reshape(1), layout.slots, layout.verify_len, layout.cu)
+    *coefficients, (k, decay, beta) = project.coefficients(
+        index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale
+    )
+    o, (v, d) = project.outputs(
+        index, h.forward_cursor, x.v, coefficients, state.ssm, (h.v, h.d),
+        gdn=spec.rule == "gdn", block_v=config.block_v, num_warps=config.num_warps,
+    )  # fmt: skip
+    return state.replace(extra=h.replace(k=k, v=v, d=d, decay=decay, beta=beta)), o
 
 
 def _products_after(decay: Array) -> tuple[Array, Array]:
@@ -154,10 +191,13 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     return state.replace(extra=state.extra.replace(cursor=cursor))
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
     """Fold the live records of each slot into its checkpoint and set its cursors to 0."""
-    pending = live(spec, state.extra.cursor[read_index(spec, slots)])[0] > 0
-    state = fold_slots(spec, state, slots, pending, jnp.zeros_like(slots))
+    if config.implementation == "pallas":
+        state = state.replace(ssm=materialize_into(spec, state, slots, slots, slots.shape[0], config))
+    else:
+        pending = live(spec, state.extra.cursor[read_index(spec, slots)])[0] > 0
+        state = fold_slots(spec, state, slots, pending, jnp.zeros_like(slots))
     h, target = state.extra, drop_index(spec, slots)
     cursors = {name: getattr(h, name).at[target].set(0, mode="drop") for name in ("cursor", "forward_cursor")}
     return state.replace(extra=h.replace(**cursors))

@@ -1,0 +1,121 @@
+"""Replay in torch_ref and by kernels, in step and compared bit for bit; shared by the replay and the materialise tests."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from kernel_harness import ACT, BITS, jax_leaves, jax_state, random_core, to_jax, to_numpy
+
+import jax_ssm
+import torch_ref
+from jax_ssm.executors import forward_core
+from jax_ssm.gates import CoreInputs as JaxCore
+from jax_ssm.spec import KernelConfig
+from torch_ref.executors import forward_core as torch_forward_core
+from torch_ref.gates import CoreInputs, canonical_sum, l2norm, pair_levels
+from torch_ref.spec import L2NORM_EPS, SSMSpec
+from torch_ref.state import leaves
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+PALLAS = KernelConfig("pallas")
+
+
+def jit(f, static=(0,)):
+    """jit for interpret mode: unoptimised code, since compiling takes longer than running."""
+    return jax.jit(f, static_argnums=static, compiler_options=FAST_COMPILE)
+
+
+prepare, forward, accept = jit(jax_ssm.prepare, (0, 3)), jit(forward_core), jit(jax_ssm.accept)
+
+
+def agreeing(shape, act: str, g: torch.Generator) -> torch.Tensor:
+    """Random rows [.., K] on whose norm the rsqrt of both frameworks agrees: the kernels recompute norms from raw rows,
+    and on a CPU the two differ in the last bit of some."""
+    rows, k = int(np.prod(shape[:-1])), shape[-1]
+    x = torch.randn(2 * rows + 64, k, generator=g).to(ACT[act])
+    total = canonical_sum(x.float() * x.float(), pair_levels(act, k)) + L2NORM_EPS
+    same = torch.rsqrt(total).numpy() == np.asarray(jax.lax.rsqrt(jnp.asarray(total.numpy())))
+    x = x[torch.from_numpy(same)]
+    assert len(x) >= rows
+    return x[:rows].reshape(shape)
+
+
+def core_inputs(spec: SSMSpec, tokens: int, g: torch.Generator) -> CoreInputs:
+    """Random core inputs with agreeing norms."""
+    core = random_core(spec, tokens, g)
+    q, k = (agreeing((tokens, heads, spec.k_dim), spec.act_dtype, g) for heads in (spec.q_heads, spec.k_heads))
+    return CoreInputs(l2norm(q) * spec.scale, l2norm(k), core.decay, core.beta, k, core.v, q)
+
+
+class Pair:
+    """One replay state in both frameworks. Checkpoints are random, everything that no token wrote is NaN."""
+
+    def __init__(self, spec: SSMSpec, seed: int = 0):
+        self.spec, self.rng, self.g = spec, np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        self.state = torch_ref.init_state(spec)
+        rows = spec.hold * spec.rows_per_slot
+        shape = self.state.ssm[:, :rows].shape
+        self.state.ssm[:, :rows] = torch.randn(shape, generator=self.g).to(self.state.ssm.dtype)
+        self.state.conv[:, : spec.hold] = torch.randn(self.state.conv[:, : spec.hold].shape, generator=self.g).to(
+            ACT[spec.act_dtype]
+        )
+        for x in vars(self.state.extra).values() if self.state.extra is not None else ():
+            if x.ndim > 1:
+                x[:, : spec.hold] = float("nan")
+        self.jax, self.phases = jax_state(self.state), set()
+
+    def round(self, windows, lengths, capacity: int):
+        """One round of `windows` [(slot, tokens), ..] padded to `capacity` token rows; accepts `lengths`.
+
+        Returns {name: number of differing values} of the outputs, and of the state after forward and after accept.
+        """
+        spec, wrong = self.spec, {}
+        pad = capacity - sum(n for _, n in windows)
+        ids = torch.tensor([s for s, n in windows for _ in range(n)] + [spec.hold] * pad, dtype=torch.int32)
+        at = torch.tensor([t for _, n in windows for t in range(n)] + [0] * pad, dtype=torch.int32)
+        self.state, receipt = torch_ref.prepare(spec, self.state, torch_ref.build_layout(spec, ids, at))
+        self.jax, other = prepare(spec, self.jax, jax_ssm.build_layout(spec, to_jax(ids), to_jax(at)), PALLAS)
+        for row in range(spec.layers):
+            core = core_inputs(spec, capacity, self.g)
+            self.state, o = torch_forward_core(spec, self.state, receipt, row, core)
+            jax_core = JaxCore(**{name: to_jax(x) for name, x in vars(core).items()})
+            self.jax, jax_o = forward(spec, self.jax, other, jnp.int32(row), jax_core)
+            wrong[f"o{row}"] = differing(o, jax_o)
+        wrong |= {f"forward {name}": n for name, n in self.compare().items()}
+        lengths = torch.tensor(lengths + [0] * (len(receipt.layout.slots) - len(lengths)), dtype=torch.int32)
+        self.state = torch_ref.accept(spec, self.state, torch_ref.StateAcceptance((receipt,), lengths))
+        self.jax = accept(spec, self.jax, jax_ssm.StateAcceptance((other,), to_jax(lengths)))
+        if spec.mode == "replay":
+            self.phases |= set((self.state.extra.cursor // (2 * spec.history)).tolist())
+        return wrong | self.compare()
+
+    def rounds(self, n: int, slots, full: bool = False):
+        """n random rounds over `slots`, each of random width; `full`: everything is accepted. Sums of differing values."""
+        wrong: dict[str, int] = {}
+        for _ in range(n):
+            windows = [(s, int(self.rng.integers(1, self.spec.width + 1))) for s in self.rng.permutation(slots)]
+            windows[0] = (windows[0][0], self.spec.width)
+            lengths = [w if full else int(self.rng.integers(1, w + 1)) for _, w in windows]
+            for name, count in self.round(windows, lengths, len(slots) * self.spec.width + 2).items():
+                wrong[name] = wrong.get(name, 0) + count
+        return wrong
+
+    def compare(self):
+        other = jax_leaves(self.jax)
+        return {name: differing(x, other[name]) for name, x in leaves(self.state).items()}
+
+
+def differing(a, b) -> int:
+    """How many values differ in their bits; a NaN equals any NaN."""
+    a, b = to_numpy(a), to_numpy(b)
+    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
+    same = a.view(BITS[a.dtype.itemsize]) == b.view(BITS[b.dtype.itemsize])
+    if a.dtype.kind != "i":
+        same |= np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32))
+    return int((~same).sum())
+
+
+def assert_none(wrong: dict[str, int]) -> None:
+    assert not any(wrong.values()), {name: n for name, n in wrong.items() if n}
