@@ -15,6 +15,7 @@ from jax_ssm.models.weights import open_safetensors, write_safetensors
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)  # tiny matrices: threads only wait for each other
 
 # these tests compile much and compute little
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -236,23 +237,29 @@ def test_mtp_head_equals_numpy(tmp_path):
 # --- greedy text --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "width"), [("native", 1), ("replay", 3)])
-def test_greedy_tokens_equal_transformers_generate(tmp_path, mode, width):
-    """200 tokens, fp32, through the jitted verify path; with drafts that are sometimes right, so rounds roll back."""
-    model = hf_model(**LAYOUTS["HV=2KH, tied"])
-    model.save_pretrained(tmp_path)
-    prompt, n = TOKENS[:1, :20], 200
-    greedy = dict(max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """(checkpoint directory, 200 greedy tokens of transformers after the first 20 of TOKENS)."""
+    root, model = tmp_path_factory.mktemp("greedy"), hf_model(**LAYOUTS["HV=2KH, tied"])
+    model.save_pretrained(root)
+    greedy = dict(max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.no_grad():
-        theirs = model.generate(torch.tensor(prompt), **greedy)[0, 20:].numpy()
+        theirs = model.generate(torch.tensor(TOKENS[:1, :20]), **greedy)[0, 20:].numpy()
     assert len(set(theirs.tolist())) > 10  # a text, not one token for ever
+    return root, theirs
 
-    config, params = load_model(tmp_path)
+
+@pytest.mark.parametrize(("mode", "width"), [("native", 1), ("replay", 3)])
+def test_greedy_tokens_equal_transformers_generate(generated, mode, width):
+    """200 tokens, fp32, through the jitted verify path; with drafts that are sometimes right, so rounds roll back."""
+    root, theirs = generated
+    prompt, n = TOKENS[:1, :20], len(theirs)
+    config, params = load_model(root)
     specs = hybrid.model_specs(config, slots=2, max_len=256, width=width, mode=mode, history=8, act_dtype="fp32")
     bucket = Bucket(1, width, fixed=True)
     ids, offsets = jnp.zeros(width, jnp.int32), jnp.arange(width)
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jit, donate_argnums=0)
     def round_(state, window):
         ctxs = hybrid.prepare_contexts(specs, hybrid.allocate_contexts(specs, bucket))
         batch = build_batch(specs.ssm, bucket, ids, b_mtp_index=offsets, b_ready_cache_len=state.kv.length)
