@@ -355,15 +355,21 @@ def mtp_draft(
     after its last committed entry and the token that it predicts, which is draft 0. Every further draft is one step of
     the head. Its entries are not committed: they lie beyond the length and the next round overwrites them.
     """
-    drafts, length = [first.astype(jnp.int32)], state.mtp.length
+    length = state.mtp.length
+    drafts = jnp.zeros((slots.shape[0], count), jnp.int32).at[:, 0].set(first)
     bucket = Bucket(slots.shape[0], slots.shape[0], "decode", fixed=specs.mtp_kv.width == 1)
-    for _ in range(count - 1):
+
+    def step(i, loop):  # a loop, so that its compilation does not grow with the width
+        state, hidden, drafts = loop
         ctxs = open_bucket(specs, bucket, mtp=True)
         batch = attention.build_batch(
             specs.mtp_kv, bucket, slots, b_mtp_index=jnp.zeros_like(slots), b_ready_cache_len=state.mtp.length
         )
         state, ctxs = update_contexts(specs, ctxs, state, batch)
-        state, hidden = mtp_layer(specs, params, ctxs, state, hidden, drafts[-1], batch.positions)
+        state, hidden = mtp_layer(specs, params, ctxs, state, hidden, drafts[:, i], batch.positions)
         state = accept_model(specs, ctxs, state, batch.layout.verify_len)
-        drafts.append(jnp.argmax(logits_of(params, hidden), axis=-1).astype(jnp.int32))
-    return state.replace(mtp=state.mtp.replace(length=length)), jnp.stack(drafts, axis=1)
+        best = jnp.argmax(logits_of(params, hidden), axis=-1).astype(jnp.int32)
+        return state, hidden, drafts.at[:, i + 1].set(best)
+
+    state, _, drafts = jax.lax.fori_loop(0, count - 1, step, (state, hidden, drafts))
+    return state.replace(mtp=state.mtp.replace(length=length)), drafts
