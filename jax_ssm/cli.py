@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jax_ssm.spec import HISTORY_LENGTHS, MODES, PROJECTIONS, RULES, SSMSpec, seed_layout_bytes, state_bytes
+from jax_ssm.spec import HISTORY_LENGTHS, IMPLEMENTATIONS, MODES, PROJECTIONS, RULES, SSMSpec, seed_layout_bytes, state_bytes
 
 DTYPES = ("fp32", "bf16")
 
@@ -271,7 +271,6 @@ def run_demo(args: argparse.Namespace) -> int:
     model = load(args.model, "fp32")
     prompt = args.prompt or DEMO_PROMPT
     progress(f"prompt {prompt!r}, {args.max_new_tokens} tokens, greedy; compiling three state modes, about half a minute")
-    # one device visit for the whole text would hide the streaming; four rounds a call keep it visible
     makers = {mode: Generator(model, mode=mode, width=args.width, act_dtype="fp32") for mode in MODES}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda g: g.warm_up([prompt], args.max_new_tokens), makers.values()))
@@ -352,24 +351,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--history", type=positive, metavar="L", help=f"replay history, one of {HISTORY_LENGTHS} (default 16)")
     g.add_argument("--drafts", choices=("auto", "mtp", "lookup"), default="auto", help="auto: MTP head, else prompt look-up")
-    g.add_argument(
-        "--implementation", choices=("auto", "xla", "pallas", "triton"), default="auto", help="refused if it cannot run"
-    )
+    g.add_argument("--implementation", choices=("auto", *IMPLEMENTATIONS), default="auto", help="refused if it cannot run")
     g.add_argument("--act", choices=DTYPES, default=None, help="weights and activations (default bf16 on a GPU, else fp32)")
     g.add_argument("--ssm-dtype", choices=DTYPES, default="fp32", help="recurrent state (default fp32)")
     g.add_argument(
-        "--rounds-per-call", type=positive, metavar="N", default=4, help="rounds on the device between host visits (default 4)"
+        "--rounds-per-call", type=positive, metavar="N", default=4, help="rounds between two visits of the host (default 4)"
     )
     g.add_argument(
         "--max-requests",
         type=positive,
         metavar="N",
         default=16,
-        help="rows of the largest batch; more prompts wait (default 16)",
+        help="largest batch; more prompts wait (default 16)",
     )
-    g.add_argument(
-        "--max-len", type=positive, metavar="N", default=None, help="longest prompt plus text (default: the model's)"
-    )
+    g.add_argument("--max-len", type=positive, metavar="N", help="longest prompt plus text (default: the model's)")
     g.add_argument("--strict", action="store_true", help="fail when anything compiles outside the buckets")
 
     p = commands.add_parser("generate", help="generate text", description=GENERATE_HELP, formatter_class=raw, parents=[engine])
