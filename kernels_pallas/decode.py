@@ -28,7 +28,6 @@ from kernels_pallas.recurrence import (
 )
 
 SIZES = (16, 32, 64, 128, 256)
-UNROLLED = 1  # windows up to this width are written out, longer ones are a loop
 
 
 class Tile(NamedTuple):
@@ -90,14 +89,10 @@ def _walk(s, tokens, width: int, load_token, emit, dtype, tile: Tile):
         following = load_token(jnp.minimum(t + 1, tokens - 1))
         return advance(t, s, x), following
 
-    x = load_token(0)
-    if width > UNROLLED:
-        lax.fori_loop(0, tokens, body, (s, x))
-        return
-    for t in range(width):
-        following = load_token(jnp.minimum(t + 1, tokens - 1)) if t + 1 < width else None
-        s = advance(t, s, x)
-        x = following
+    if width == 1:
+        advance(0, s, load_token(0))
+    else:
+        lax.fori_loop(0, tokens, body, (s, load_token(0)))
 
 
 def zero_rows(o_ref, cu_ref, head, r, rows):
@@ -131,15 +126,9 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
         s = load_pieces(state_ref, (layer, slot * width + offset_ref[r], head), column, tile.k, tile.levels)
 
         def emit(t, o, s, x):
-            live = t < tokens
-            store(
-                o_ref.at[first + jnp.minimum(t, tokens - 1), head, rows],
-                o.astype(o_ref.dtype),
-                mask=jnp.broadcast_to(live, o.shape),
-            )
-            keep = jnp.broadcast_to(live, column.shape)
-            lead = (layer, slot * width + t, head)
-            store_pieces(state_ref, lead, column, s, tile.k, tile.levels, keep, eviction_policy="evict_first")
+            store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
+            at = (layer, slot * width + t, head)
+            store_pieces(state_ref, at, column, s, tile.k, tile.levels, eviction_policy="evict_first")
 
         def load_token(t):
             return _load_token(inputs, first + t, head, rows, tile, scale)
@@ -162,10 +151,8 @@ def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale,
         s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
 
         def emit(t, o, s, x):
-            live = t < tokens
-            keep = jnp.broadcast_to(live, o.shape)
-            store(o_ref.at[first + jnp.minimum(t, tokens - 1), head, rows], o.astype(o_ref.dtype), mask=keep)
-            store(v_pool.at[layer, slot, head, t, rows], x[2].astype(v_pool.dtype), mask=keep)
+            store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
+            store(v_pool.at[layer, slot, head, t, rows], x[2].astype(v_pool.dtype))
 
         def load_token(t):
             return _load_token(inputs, first + t, head, rows, tile, scale)

@@ -159,32 +159,20 @@ def load_row_pieces(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
 
 @triton.jit
 def times(a, b):
-    """Products of two tuples of pieces."""
+    """Products of a tuple of pieces with another, or with a tuple of one scalar."""
     out = ()
     for i in tl.static_range(len(a)):
-        out = out + (a[i] * b[i],)
-    return out
-
-
-@triton.jit
-def scaled(a, x):
-    """A tuple of pieces times a scalar."""
-    out = ()
-    for i in tl.static_range(len(a)):
-        out = out + (a[i] * x,)
+        out = out + (a[i] * b[i % len(b)],)
     return out
 
 
 @triton.jit
 def step(s, k_hat, v, decay, beta, LEVELS: tl.constexpr):
-    """One token. s, k_hat: tuples of pieces; v [M]; decay a scalar or a tuple of pieces; beta scalar. New s and d [M].
+    """One token. s, k_hat: tuples of pieces; v [M]; decay (scalar,) or a tuple of pieces; beta scalar. New s and d [M].
 
     S <- decay * S;  d = (v - S k^) * beta;  S <- S + d k^T, every operation rounded by itself.
     """
-    if isinstance(decay, tl.tuple):
-        s = times(s, decay)
-    else:
-        s = scaled(s, decay)
+    s = times(s, decay)
     d = (v - read(s, k_hat, LEVELS)) * beta
     wide = spread(d, LEVELS)
     out = ()

@@ -1,0 +1,70 @@
+"""Commit of mode "compact": re-run the accepted prefix of every request in every layer, rounding after each token.
+
+One program per (V block, value head, layer x request). k^ is recomputed from the raw record by the norm of gates.py, so
+the state advances exactly as native decode of the same tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels_triton.decode import check_sizes, load_gate, request_tokens, vector_norm
+from kernels_triton.recurrence import load_pieces, load_row_pieces, pair_levels, round_state, step, store_pieces, times
+
+
+@triton.jit
+def _load_record(
+    k_ptr, v_ptr, decay_ptr, beta_ptr, rows, t,
+    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """(k^ pieces, v [M], decay, beta) of record t; the pointers stand at record 0."""
+    k = times(load_row_pieces(k_ptr + t * K, M, K, LEVELS, WARPS), (vector_norm(k_ptr + t * K, K, KEY_LEVELS),))
+    v = tl.load(v_ptr + t * V + rows).to(tl.float32)
+    return k, v, load_gate(decay_ptr + t * G, M, K, G, LEVELS, WARPS), tl.load(beta_ptr + t)
+
+
+@triton.jit(do_not_specialize=["S", "R"])
+def _commit_kernel(
+    slots_ptr, lens_ptr, k_pool, v_pool, decay_pool, beta_pool, state_ptr, S, R,
+    KH: tl.constexpr, HV: tl.constexpr, W: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    head, layer, r = tl.program_id(1), tl.program_id(2) // R, tl.program_id(2) % R
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    column = rows[:, None]
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    if tokens > 0:
+        slot += layer.to(tl.int64) * S
+        state_at = state_ptr + (slot * HV + head) * (V * K)
+        record, key = (slot * HV + head) * W, (slot * KH + head // (HV // KH)) * W
+        k_at, v_at, decay_at, beta_at = k_pool + key * K, v_pool + record * V, decay_pool + record * G, beta_pool + record
+        s = load_pieces(state_at, column, K, column < V, 0.0, K, LEVELS)
+        x = _load_record(k_at, v_at, decay_at, beta_at, rows, 0, K, V, G, M, LEVELS, KEY_LEVELS, WARPS)
+        for t in range(tokens):
+            at = tl.minimum(t + 1, tokens - 1)
+            following = _load_record(k_at, v_at, decay_at, beta_at, rows, at, K, V, G, M, LEVELS, KEY_LEVELS, WARPS)
+            s, _ = step(s, x[0], x[1], x[2], x[3], LEVELS)
+            s = round_state(s, state_ptr.dtype.element_ty)
+            x = following
+        store_pieces(state_at, column, K, s, column < V, K, LEVELS, "evict_first")
+
+
+def commit(state, k, v, decay, beta, slots, lengths, *, block_v: int = 8, num_warps: int = 1):
+    """Advance state [layers, S, HV, V, K] of slots[r] by its first lengths[r] window records, all layers; 0 changes nothing.
+
+    k [layers, S, KH, W, K], v [layers, S, HV, W, V] raw, decay [layers, S, HV, W, G], beta [layers, S, HV, W] fp32; slots,
+    lengths [R] int32, lengths <= W; all contiguous. The state is changed in place and returned.
+    """
+    check_sizes(state)
+    layers, slots_total, heads, v_dim, k_dim = state.shape
+    m, r = min(block_v, v_dim), slots.shape[0]
+    if r:
+        _commit_kernel[(v_dim // m, heads, layers * r)](
+            slots, lengths, k, v, decay, beta, state, slots_total, r,
+            k.shape[2], heads, k.shape[3], k_dim, v_dim, decay.shape[-1], m,
+            pair_levels(state.dtype, k_dim), pair_levels(k.dtype, k_dim), num_warps,
+            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return state

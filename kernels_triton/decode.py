@@ -1,0 +1,219 @@
+"""Native and compact verify windows: outputs of W tokens from one state, with a snapshot per token or with records.
+
+One program per (V block, value head, request), the V block fastest. A program owns its rows of the state: it reads them
+once, walks the tokens of its window in registers and rounds the running state to its storage dtype after every token.
+The inputs of token t+1 are loaded before token t is computed, and stores follow loads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
+from kernels_triton.recurrence import (
+    load_pieces,
+    load_row_pieces,
+    pair_levels,
+    read,
+    round_state,
+    row_sums,
+    step,
+    store_pieces,
+    times,
+)
+
+SIZES = (16, 32, 64, 128, 256)
+
+
+@triton.jit
+def vector_norm(ptr, K: tl.constexpr, LEVELS: tl.constexpr):
+    """Scalar inverse norm of the row ptr + 0..K; LEVELS by the dtype behind `ptr`."""
+    x = tl.load(ptr + tl.arange(0, K)).to(tl.float32)
+    return tl.rsqrt(tl.sum(row_sums((x * x)[None, :], LEVELS), axis=0) + L2NORM_EPS)
+
+
+@triton.jit
+def load_gate(ptr, M: tl.constexpr, K: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
+    """Decay of one token and head: a tuple of one scalar (G = 1) or of pieces."""
+    if G == 1:
+        return (tl.load(ptr),)
+    else:
+        return load_row_pieces(ptr, M, K, LEVELS, WARPS)
+
+
+@triton.jit
+def _load_token(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, tok, head, rows,
+    H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """(k^ pieces, q^ pieces, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`)."""
+    q_at, k_at = q_ptr + (tok * H + head // (HV // H)) * K, k_ptr + (tok * KH + head // (HV // KH)) * K
+    k = load_row_pieces(k_at, M, K, LEVELS, WARPS)
+    q = load_row_pieces(q_at, M, K, LEVELS, WARPS)
+    v = tl.load(v_ptr + (tok * HV + head) * V + rows).to(tl.float32)
+    gate = tok * HV + head
+    if RAW:
+        a, b = tl.load(decay_ptr + gate).to(tl.float32), tl.load(beta_ptr + gate).to(tl.float32)
+        A, dt = tl.load(A_ptr + head).to(tl.float32), tl.load(dt_ptr + head).to(tl.float32)
+        alpha, beta = (decay(a, A, dt, None),), sigmoid(b)
+        k = times(k, (vector_norm(k_at, K, KEY_LEVELS),))
+        q = times(times(q, (vector_norm(q_at, K, KEY_LEVELS),)), (SCALE,))
+    else:
+        alpha = load_gate(decay_ptr + gate * G, M, K, G, LEVELS, WARPS)
+        beta = tl.load(beta_ptr + gate)
+    return k, q, v, alpha, beta
+
+
+@triton.jit
+def zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV: tl.constexpr, V: tl.constexpr):
+    """Padding token rows are exactly zero: request row r clears rows total + r, total + r + R, .. of its head and V block."""
+    for row in range(tl.load(cu_ptr + R).to(tl.int64) + r, T, R):
+        tl.store(o_ptr + (row * HV + head) * V + rows, tl.zeros(rows.shape, o_ptr.dtype.element_ty))
+
+
+@triton.jit
+def request_tokens(slots_ptr, lens_ptr, r, live_slots):
+    """(slot, tokens) of a request row; 0 tokens for padding and for ids that are not live."""
+    slot = tl.load(slots_ptr + r).to(tl.int64)
+    return slot, tl.where((slot >= 0) & (slot < live_slots), tl.load(lens_ptr + r), 0)
+
+
+@triton.jit(do_not_specialize=["layer", "S", "R", "T"])
+def _native_kernel(
+    slots_ptr, offset_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, o_ptr, state_ptr,
+    layer, S, R, T, W: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = block * M + tl.arange(0, M)
+    column = rows[:, None]
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+    if tokens > 0:
+        first = tl.load(cu_ptr + r).to(tl.int64)
+        base = layer.to(tl.int64) * S * W + slot * W
+        s = load_pieces(
+            state_ptr + ((base + tl.load(offset_ptr + r)) * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS
+        )
+        x = _load_token(
+            q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
+            H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
+        )  # fmt: skip
+        for t in range(1 if W == 1 else tokens):
+            following = x
+            if W > 1:
+                following = _load_token(
+                    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
+                    H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
+                )  # fmt: skip
+            s, _ = step(s, x[0], x[2], x[3], x[4], LEVELS)
+            o = read(s, x[1], LEVELS)
+            s = round_state(s, state_ptr.dtype.element_ty)
+            tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
+            at = state_ptr + ((base + t) * HV + head) * (V * K)
+            store_pieces(at, column, K, s, column < V, K, LEVELS, "evict_first")
+            x = following
+
+
+@triton.jit(do_not_specialize=["layer", "S", "R", "T"])
+def _compact_kernel(
+    slots_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, k_raw_ptr, state_ptr, o_ptr,
+    k_pool, v_pool, decay_pool, beta_pool, layer, S, R, T, W: tl.constexpr, W2: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = block * M + tl.arange(0, M)
+    column = rows[:, None]
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+    if tokens > 0:
+        first = tl.load(cu_ptr + r).to(tl.int64)
+        slot += layer.to(tl.int64) * S
+        record = (slot * HV + head) * W  # of token 0 in the pools per value head
+        s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS)
+        x = _load_token(
+            q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, q_ptr, q_ptr, first, head, rows,
+            H, KH, HV, K, V, G, M, LEVELS, LEVELS, WARPS, False, 1.0,
+        )  # fmt: skip
+        for t in range(tokens):
+            following = _load_token(
+                q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, q_ptr, q_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
+                H, KH, HV, K, V, G, M, LEVELS, LEVELS, WARPS, False, 1.0,
+            )  # fmt: skip
+            s, _ = step(s, x[0], x[2], x[3], x[4], LEVELS)
+            o = read(s, x[1], LEVELS)
+            s = round_state(s, state_ptr.dtype.element_ty)
+            tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
+            tl.store(v_pool + (record + t) * V + rows, x[2].to(v_pool.dtype.element_ty))
+            x = following
+        t = tl.arange(0, W2)
+        token, used = first + t, t < tokens
+        if block == 0:
+            gate = tl.arange(0, G)[None, :]
+            alpha = tl.load(decay_ptr + (token * HV + head)[:, None] * G + gate, mask=used[:, None], other=0.0)
+            tl.store(decay_pool + (record + t)[:, None] * G + gate, alpha, mask=used[:, None])
+            beta = tl.load(beta_ptr + token * HV + head, mask=used, other=0.0)
+            tl.store(beta_pool + record + t, beta, mask=used)
+            if head % (HV // KH) == 0:
+                key, k = head // (HV // KH), tl.arange(0, K)[None, :]
+                raw = tl.load(k_raw_ptr + (token * KH + key)[:, None] * K + k, mask=used[:, None], other=0.0)
+                tl.store(k_pool + ((slot * KH + key) * W + t)[:, None] * K + k, raw, mask=used[:, None])
+
+
+def check_sizes(state: torch.Tensor) -> None:
+    """ValueError unless head sizes K and V are among the supported ones."""
+    for name, n in zip("VK", state.shape[-2:], strict=True):
+        if n not in SIZES:
+            raise ValueError(f"{name}={n} is not allowed: the kernels take head sizes {SIZES}")
+
+
+def native(
+    state, row, slots, offset, verify_len, cu, inputs, *, width: int, scale: float, block_v: int = 8, num_warps: int = 1
+):
+    """Verify windows in mode "native".
+
+    state [layers, S * W, HV, V, K], changed in place; slots, offset, verify_len [R], cu [R+1] int32; inputs: (q^, k^, v,
+    decay, beta) of the prologue, or raw (q, k, v, a, b, A_log, dt_bias) of a GDN layer, whose prologue then runs inside;
+    all contiguous. Request r starts from row slots[r] * W + offset[r] and writes rows slots[r] * W + t for
+    t < verify_len[r]. Returns o [T, HV, V] in v's dtype, zero in padding rows.
+    """
+    check_sizes(state)
+    q, k, v, decays, betas = inputs[:5]
+    A_log, dt_bias = inputs[5:] if len(inputs) == 7 else (decays, decays)
+    heads, v_dim, k_dim = state.shape[2:]
+    m, o, r = min(block_v, v_dim), torch.empty_like(v), slots.shape[0]
+    if r:
+        _native_kernel[(v_dim // m, heads, r)](
+            slots, offset, verify_len, cu, q, k, v, decays, betas, A_log, dt_bias, o, state,
+            row, state.shape[1] // width, r, v.shape[0], width,
+            q.shape[1], k.shape[1], heads, k_dim, v_dim, decays.numel() // (v.shape[0] * heads),
+            m, pair_levels(state.dtype, k_dim), pair_levels(k.dtype, k_dim), num_warps, len(inputs) == 7, scale,
+            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return o
+
+
+def compact(state, window, row, slots, verify_len, cu, inputs, k_raw, *, width: int, block_v: int = 8, num_warps: int = 1):
+    """Verify windows in mode "compact": the state is read, the raw inputs of the window are recorded.
+
+    state [layers, S, HV, V, K]; window: pools (k [layers, S, KH, W, K], v [layers, S, HV, W, V], decay [.., HV, W, G],
+    beta [.., HV, W]), changed in place; inputs (q^, k^, v, decay, beta) of the prologue, k_raw [T, KH, K]; all contiguous.
+    Returns o [T, HV, V]; records t < verify_len[r] of live requests are written.
+    """
+    check_sizes(state)
+    q, k, v, decays, betas = inputs
+    _, slots_total, heads, v_dim, k_dim = state.shape
+    m, o, r = min(block_v, v_dim), torch.empty_like(v), slots.shape[0]
+    if r:
+        _compact_kernel[(v_dim // m, heads, r)](
+            slots, verify_len, cu, q, k, v, decays, betas, k_raw, state, o, *window,
+            row, slots_total, r, v.shape[0], width, triton.next_power_of_2(width),
+            q.shape[1], k.shape[1], heads, k_dim, v_dim, decays.shape[-1], m, pair_levels(state.dtype, k_dim), num_warps,
+            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return o
