@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jax_ssm.attention import Bucket, build_batch
 from jax_ssm.models import forward_sequence, hybrid, load_model, load_params, mtp_sequence, save_params
 from jax_ssm.models.qwen3_5 import init_params
-from jax_ssm.models.weights import open_safetensors, write_safetensors
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -77,7 +77,7 @@ def assert_close(ours, theirs, rtol=1e-4):
 
 def add_mtp(path):
     """Add the tensors of an MTP head, which transformers does not write, and say so in config.json."""
-    tensors = {name: np.array(x) for name, x in open_safetensors(path / "model.safetensors").items()}
+    tensors = load_file(path / "model.safetensors")
     rng = np.random.default_rng(5)
     for name, x in list(tensors.items()):
         full = "model.layers.3."
@@ -85,7 +85,7 @@ def add_mtp(path):
             tensors["mtp.layers.0." + name.removeprefix(full)] = (rng.normal(size=x.shape) * 0.1).astype(x.dtype)
     for name, shape in (("fc", (64, 128)), ("norm", (64,)), ("pre_fc_norm_embedding", (64,)), ("pre_fc_norm_hidden", (64,))):
         tensors[f"mtp.{name}.weight"] = (rng.normal(size=shape) * 0.2).astype(np.float32)
-    write_safetensors(path / "model.safetensors", tensors)
+    save_file(tensors, path / "model.safetensors")
     edit_config(path, mtp_num_hidden_layers=1)
 
 
@@ -116,7 +116,7 @@ def test_multimodal_layout_and_shards_load_the_same_model(tmp_path):
     add_mtp(tmp_path / "text")
     config, params = load_model(tmp_path / "text")
 
-    tensors = open_safetensors(tmp_path / "text" / "model.safetensors")
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
     renamed = {n.replace("model.", "model.language_model.", 1) if n.startswith("model.") else n: x for n, x in tensors.items()}
     renamed["model.visual.patch_embed.weight"] = np.zeros((3, 3), np.float32)
     root = tmp_path / "multimodal"
@@ -124,7 +124,7 @@ def test_multimodal_layout_and_shards_load_the_same_model(tmp_path):
     names = sorted(renamed)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, part in shards.items():
-        write_safetensors(root / file, {n: renamed[n] for n in part})
+        save_file({n: renamed[n] for n in part}, root / file)
     index = {"weight_map": {n: file for file, part in shards.items() for n in part}}
     (root / "model.safetensors.index.json").write_text(json.dumps(index))
     text = json.loads((tmp_path / "text" / "config.json").read_text())
@@ -226,7 +226,7 @@ def test_mtp_head_equals_numpy(tmp_path):
     config, params = load_model(tmp_path)
     hidden, _ = forward(config, params, TOKENS)
     out, logits = mtp_forward(config, params, hidden[:, :-1], TOKENS[:, 1:])
-    w = {n: x.astype(np.float64) for n, x in open_safetensors(tmp_path / "model.safetensors").items()}
+    w = {n: x.astype(np.float64) for n, x in load_file(tmp_path / "model.safetensors").items()}
     embed = w["model.embed_tokens.weight"]
     for row in range(2):
         expected = np_mtp(w, embed, np.asarray(hidden[row, :-1], np.float64), TOKENS[row, 1:], 4, 2, 16, 1e4, 4)

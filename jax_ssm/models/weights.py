@@ -1,58 +1,49 @@
 """Hugging Face checkpoints: safetensors files, memory-mapped, to and from the parameter tree.
 
-A safetensors file is an 8-byte little-endian header length, a JSON header {name: dtype, shape, data_offsets}, then the
-data (https://github.com/huggingface/safetensors). It is read here directly because its numpy reader has no bfloat16.
+Tensors stay lazy until their names and shapes have been checked, and are then read one by one.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jax_ssm.models.config import ModelConfig, config_json, load_config
 from jax_ssm.models.qwen3_5 import FLOAT32_PARAMS, Params, map_shapes, param_shapes
 from jax_ssm.state import dtype as jnp_dtype
 
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-NAMES = {np.dtype(value): name for name, value in DTYPES.items()}
+DTYPES = ("F32", "F16", "BF16")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PREFIXES = ("model.language_model.", "model.")
 VISION = ("model.visual.", "visual.")
 
 
-def open_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """{name: array} of one file, memory-mapped and read-only. Raises ValueError for a truncated or foreign file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or 8 + length > size:
-            raise ValueError(f"{path} is truncated or not safetensors: header of {length} bytes, file of {size}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a safetensors file: its header is not JSON") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end > size:
-        raise ValueError(f"{path} is truncated: its header describes {end} bytes, the file has {size}")
-    data, arrays = np.memmap(path, np.uint8, "r"), {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']}; supported are {sorted(DTYPES)}")
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        arrays[name] = data[start:stop].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return arrays
+def open_safetensors(path: Path) -> dict:
+    """{name: lazy tensor} of one file, memory-mapped: `get_shape()` reads the header, `[...]` the data.
+
+    Raises ValueError for a truncated or foreign file, and for a tensor of an unsupported dtype.
+    """
+    try:
+        file = safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+    tensors = {name: file.get_slice(name) for name in file.keys()}
+    for name, tensor in tensors.items():
+        if tensor.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: tensor {name} has dtype {tensor.get_dtype()}; supported are {DTYPES}")
+    return tensors
 
 
-def open_checkpoint(directory: str | Path) -> dict[str, np.ndarray]:
-    """{name: array} of all shards of a checkpoint directory, memory-mapped.
+def open_checkpoint(directory: str | Path) -> dict:
+    """{name: lazy tensor} of all shards of a checkpoint directory, memory-mapped.
 
     Raises ValueError when there are no weights, or when the index names a file that does not exist.
     """
@@ -66,7 +57,7 @@ def open_checkpoint(directory: str | Path) -> dict[str, np.ndarray]:
     absent = [name for name in files if not (root / name).is_file()]
     if absent:
         raise ValueError(f"{root / INDEX} names shards that do not exist: {absent}")
-    arrays: dict[str, np.ndarray] = {}
+    arrays = {}
     for name in files:
         arrays |= open_safetensors(root / name)
     return arrays
@@ -83,7 +74,7 @@ def stored_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], 1, shape[1]) if path[-1] == "conv1d" else shape
 
 
-def bare_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def bare_names(arrays: dict) -> dict:
     """Strip `model.` or `model.language_model.`; drop the vision tower, which a text model does not use."""
     bare = {}
     for name, array in arrays.items():
@@ -94,10 +85,8 @@ def bare_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return bare
 
 
-def params_from(
-    arrays: dict[str, np.ndarray], config: ModelConfig, dtype: str | None = None, where: str = "checkpoint"
-) -> Params:
-    """The parameter tree from {checkpoint name: array}; see `load_params`."""
+def params_from(arrays: dict, config: ModelConfig, dtype: str | None = None, where: str = "checkpoint") -> Params:
+    """The parameter tree from {checkpoint name: lazy tensor}; see `load_params`."""
     bare, expected = bare_names(arrays), {}
     map_shapes(lambda path, shape: expected.update({weight_name(path): stored_shape(path, shape)}), param_shapes(config))
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -106,9 +95,9 @@ def params_from(
     problems = [f"missing {name}" for name in expected if name not in bare]
     problems += [f"unexpected {name}" for name in bare if name not in expected and name not in unused]
     problems += [
-        f"{name} has shape {bare[name].shape}, expected {shape}"
+        f"{name} has shape {tuple(bare[name].get_shape())}, expected {shape}"
         for name, shape in expected.items()
-        if name in bare and bare[name].shape != shape
+        if name in bare and tuple(bare[name].get_shape()) != shape
     ]
     if problems:
         raise ValueError(f"{where} does not fit its config.json ({len(problems)} problems): " + "; ".join(problems))
@@ -116,7 +105,7 @@ def params_from(
 
     def leaf(path, shape):
         kept = jnp.float32 if path[-1] in FLOAT32_PARAMS else target
-        return jnp.array(bare[weight_name(path)].reshape(shape), kept)  # a copy: the file may go away
+        return jnp.array(bare[weight_name(path)][...].reshape(shape), kept)
 
     return map_shapes(leaf, param_shapes(config))
 
@@ -157,21 +146,6 @@ def save_params(directory: str | Path, config: ModelConfig, params: Params) -> N
         tensors[prefix + weight_name(path)] = array.reshape(stored_shape(path, shape))
 
     map_shapes(collect, param_shapes(config))
-    write_safetensors(root / SINGLE, tensors)
+    save_file(tensors, root / SINGLE, metadata={"format": "pt"})
     stored = "bf16" if tensors["model.embed_tokens.weight"].dtype == ml_dtypes.bfloat16 else "fp32"
     (root / "config.json").write_text(json.dumps(config_json(replace(config, dtype=stored)), indent=2) + "\n")
-
-
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write one safetensors file; the header is padded so that the data is 8-byte aligned."""
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, array in tensors.items():
-        size = prod(array.shape) * array.dtype.itemsize
-        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array).tobytes())
