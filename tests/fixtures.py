@@ -19,7 +19,13 @@ from oracle import Params, Tokens
 import jax_ssm as ssm
 
 NAN, BIG = float("nan"), 3e38
-GATES = {"slow": (-3.0, -3.0), "mild": (0.0, -3.0), "hard": (3.0, -3.0), "extreme": (4.6, 1.0)}
+GATES = {
+    "slow": (-3.0, -3.0),
+    "mild": (0.0, -3.0),
+    "hard": (3.0, -3.0),
+    "extreme": (4.6, 1.0),
+    "weak": (float(np.log(0.04)), 1.0),
+}
 PROMPT = 5  # padded length of a prompt chunk
 
 
@@ -227,3 +233,51 @@ def poison_dead(spec, host, slots, value) -> None:
                 continue
             for i, slot in enumerate(slots):
                 leaf[:, slot, :, ~live[i]] = value[i]
+
+
+# ------------------------------------------------------------------------- one layer without convolution, few requests
+
+SLOTS = np.array([7, 3, 5, 0], np.int32)  # never 0, 1, 2, ..
+
+
+def small_spec(rule="gdn", mode="native", **fields) -> ssm.SSMSpec:
+    """One layer, nine slots, width 1 (compact: 2)."""
+    width = 2 if mode == "compact" else 1
+    return fs_spec(rule, mode, **(dict(layers=1, slots=9, width=width, history=16) | fields))
+
+
+def recurrent_round(spec, state, ids, offsets, inputs, lengths):
+    """prepare, forward of layer 0 without convolution, accept. Returns state, o [T, HV, V]."""
+    state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, offsets))
+    state, o = ssm.forward(spec, state, receipt, 0, inputs)
+    return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), lengths)), o
+
+
+def single(inputs):
+    """Inputs of layer 0."""
+    return jax.tree.map(lambda x: x[0], inputs)
+
+
+def run_rounds(spec, tokens: Tokens, accepts, watch=lambda spec, state: (), params=None):
+    """One round for each entry of accepts, all requests in step, in one compiled loop over rounds.
+
+    tokens [requests, rounds, W, ..]: rejected ones included. Returns the final state and `watch` after every round.
+    """
+    params = params or draw_params(spec)
+    n, rounds, width = tokens.x.shape[:3]
+    rows = {name: np.moveaxis(x, 1, 0).reshape((rounds, n * width) + x.shape[3:]) for name, x in vars(tokens).items()}
+    ids, offsets = np.repeat(SLOTS[:n], width), np.tile(np.arange(width, dtype=np.int32), n)
+
+    @jax.jit
+    def run(state, rows, accepts):
+        def body(state, x):
+            rows, a = x
+            inputs = ssm.LinearInputs(**rows, A_log=params.A_log[0], dt_bias=params.dt_bias[0])
+            lengths = jnp.broadcast_to(a, min(len(ids), spec.slots - 1))
+            state, _ = recurrent_round(spec, state, jnp.asarray(ids), jnp.asarray(offsets), inputs, lengths)
+            return state, watch(spec, state)
+
+        return lax.scan(body, state, (rows, accepts))
+
+    layer_0 = {name: rows[name][:, :, 0] for name in "qkvab"}
+    return run(ssm.init_state(spec), layer_0, np.asarray(accepts, np.int32))

@@ -53,6 +53,7 @@ class Machine:
         self.phase = np.zeros(count, int)
         self.accepted = np.zeros(count, int)
         self.folds = 0
+        self.trace = []  # bits of all outputs at accepted tokens
         self.worst = 0.0  # largest relative error of a state so far
         fill = self.rng.standard_normal() if poison is None else poison[0]
         self.state = self.verbs.clear(to_device(filled(spec, fill)), self.ids(np.arange(count)))
@@ -188,6 +189,7 @@ class Machine:
     def compare_outputs(self, out, y, o, real) -> None:
         atol, rtol = OUTPUT_TOLERANCE[min(self.spec.act_dtype, self.spec.ssm_dtype)]
         for name, got, want in (("y", out[0], y), ("o", out[1], o)):
+            self.trace.append(got[real].tobytes())
             got, want = got[real].astype(np.float64), want[real]
             np.testing.assert_allclose(got, want, atol=atol, rtol=rtol, err_msg=f"output {name}")
 

@@ -32,7 +32,11 @@ def reach(m: Machine, n, phase) -> None:
 
 
 def between(m: Machine, kind: np.ndarray) -> None:
-    """Apply verb number kind[i] of VERBS_BETWEEN to request i, all requests of one verb in one call."""
+    """Apply verb number kind[i] of VERBS_BETWEEN to request i, all requests of one verb in one call.
+
+    Prompts are left out where they would only compile once more what the other rules and modes have shown.
+    """
+    prompts = m.spec.rule == "gdn" and m.spec.history == 4 or m.spec.mode == "native"
     for number, name in enumerate(VERBS_BETWEEN):
         rows = np.flatnonzero(kind == number)
         if not rows.size or name == "nothing":
@@ -45,7 +49,7 @@ def between(m: Machine, kind: np.ndarray) -> None:
             m.round(*np.isin(np.arange(m.count), rows)[None].repeat(2, 0).astype(int))
         if name == "clear":
             m.clear(rows)
-        if "prompt" in name:
+        if "prompt" in name and prompts:
             m.prompt(rows, rows % (PROMPT + 1))
 
 
@@ -77,7 +81,7 @@ def test_every_cursor_window_and_verb(rule, mode):
 
 @pytest.mark.parametrize(
     ("rule", "mode", "state", "act"),
-    [("gdn", "native", "bf16", "fp32"), ("kda", "compact", "bf16", "bf16"), ("gdn", "replay", "bf16", "fp32")],
+    [("kda", "native", "bf16", "fp32"), ("kda", "compact", "bf16", "bf16"), ("gdn", "replay", "bf16", "fp32")],
 )
 def test_state_and_activation_dtypes(rule, mode, state, act):
     """bf16 states against an oracle that rounds where the mode rounds (R6, R7): each token, or at folds."""
