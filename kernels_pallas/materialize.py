@@ -13,22 +13,22 @@ from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, when
 from kernels_pallas.decode import Tile, tile_of, vector_norm
-from kernels_pallas.recurrence import load_pieces, load_row_pieces, step, store_pieces
+from kernels_pallas.recurrence import expand_rows, load_pieces, load_rows, step, store_pieces
 
 PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H200
 
 
 def load_record(pools, lead, head, at, rows, tile: Tile):
-    """(k^ pieces, v [M], decay, beta) of the raw record `at` of value head `head`; lead = (layer, slot)."""
+    """(k^, v [M], decay, beta) of raw record `at`, vectors over K by `load_rows`; lead = (layer, slot)."""
     k_pool, v_pool, decay_pool, beta_pool = pools
     key = lax.div(head, v_pool.shape[2] // k_pool.shape[2])
     r = vector_norm(k_pool, (*lead, key, at), tile)
-    k = load_row_pieces(k_pool, (*lead, key, at), tile.m, tile.k, tile.levels, tile.warps)
+    k = load_rows(k_pool, (*lead, key, at), tile.m, tile.k, tile.levels, tile.warps)
     v = load(v_pool.at[(*lead, head, at, rows)]).astype(jnp.float32)
     if decay_pool.shape[-1] == 1:
         decay = decay_pool[(*lead, head, at, 0)]
     else:
-        decay = load_row_pieces(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
+        decay = load_rows(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
     return [x * r for x in k], v, decay, beta_pool[(*lead, head, at)]
 
 
@@ -60,7 +60,8 @@ def _advance_kernel(
                 def body(j, carry):
                     s, (k, v, decay, beta) = carry
                     following = load_record(pools, (layer, source), head, base + jnp.minimum(j + 1, n - 1), rows, tile)
-                    s, _ = step(s, k, v, decay, beta, tile.levels, interpret)
+                    decay = expand_rows(decay, tile.m) if isinstance(decay, list) else decay
+                    s, _ = step(s, expand_rows(k, tile.m), v, decay, beta, tile.levels, interpret)
                     return s, following
 
                 start = load_record(pools, (layer, source), head, base, rows, tile)

@@ -123,12 +123,12 @@ def _gdn_kernel(
 
         def token(t, carry):
             passed, passed_0 = carry
-            real = t < tokens
+            real, row = t < tokens, first + jnp.minimum(t, tokens - 1)
             a, beta = _gates(gates, first + t, v_head, real & inside)
             passed = passed * jnp.where(later < n + t, a, 1.0)
             passed_0 = passed_0 * a
             for i, (ref, own) in enumerate(((k_ref, key_head), (q_ref, q_head))):
-                x = load_row_pieces(ref, (first + t, own), length, k_dim, levels, warps, mask=real)
+                x = load_row_pieces(ref, (row, own), length, k_dim, levels, warps)
                 norm = inverse_norm(x, levels, interpret)
                 gram = (read(keys, x, levels, interpret) * norms) * norm
                 x = [p * norm[:, None] for p in x]
@@ -184,9 +184,9 @@ def _kda_kernel(
         lane = block * KDA_BLOCK + jnp.arange(KDA_BLOCK, dtype=jnp.int32)
 
         def token(t, keys):
-            keys = times(keys, token_decay(t, j < n + t))
+            keys, row = times(keys, token_decay(t, j < n + t)), first + jnp.minimum(t, tokens - 1)
             for i, ref in enumerate((k_ref, q_ref)):
-                x = normalise(load_row_pieces(ref, (first + t, head), KDA_BLOCK, k_dim, levels, warps, mask=t < tokens))
+                x = normalise(load_row_pieces(ref, (row, head), KDA_BLOCK, k_dim, levels, warps))
                 if i == 1:
                     x = [p * scale for p in x]
                 store(coef_ref.at[r, head, 2 * t + i, lane], read(keys, x, levels, interpret))
@@ -267,7 +267,6 @@ def _outputs_kernel(
     x_head = lax.div(head, v_heads // x_heads)
     rows = block * block_v + iota(block_v, 0)
     lane = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-    same = jnp.zeros((block_v, 1), jnp.int32)
     zero = jnp.zeros((), jnp.float32)
 
     zero_rows(o_ref, cu_ref, head, r, lane)
@@ -285,10 +284,8 @@ def _outputs_kernel(
             lanes = lane_sums([a * b for a, b in zip(state, x, strict=True)], levels)
             if gdn:
                 lanes = lanes * load(scalar_ref.at[r, head, i - lax.rem(i, 2)])
-            products = [
-                d * load(coef_ref.at[r, head, i, cols + same], mask=cols < n, other=zero)
-                for cols, d in zip(_record_columns(length), d_old, strict=True)
-            ]
+            c = load_row_pieces(coef_ref, (r, head, i), block_v, length, RECORD_LEVELS, warps)
+            products = [jnp.where(cols < n, d * a, 0.0) for cols, d, a in zip(_record_columns(length), d_old, c, strict=True)]
             h = finish(lanes + halve([pair_sums(p, RECORD_LEVELS) for p in products]), interpret)
             for t, d, applies in before:
                 more = h + d * load(coef_ref.at[r, head, i, n + t], mask=t < tokens, other=zero)

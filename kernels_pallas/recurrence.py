@@ -108,12 +108,12 @@ def store_pieces(ref, lead, rows, pieces, k: int, levels: int, mask=None, **opti
         store(ref.at[(*lead, rows, cols)], x.astype(ref.dtype), mask=_within(cols, k, mask), **options)
 
 
-def load_row_pieces(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=None, **options):
-    """The vector ref[*lead, 0:k] in fp32 as pieces [m, 8 << levels] with equal rows, in the layout of a state tile.
+def load_rows(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=None, **options):
+    """The vector ref[*lead, 0:k] in fp32 as pieces [rows, 8 << levels] with equal rows; rows: what one step of the warps
+    covers (4 a warp), at most m. `expand_rows` repeats them; a value that a loop carries must not be expanded before.
 
-    Only as many rows are loaded as one step of the warps covers (4 a warp); the others are the same registers. `mask`:
-    scalar bool; zero where it is false. Lanes take 4 or 8 neighbours as in a tile of `levels` pair levels, whatever the
-    dtype of `ref`, so that no value changes lanes.
+    `mask`: scalar bool; zero where it is false. Lanes take 4 or 8 neighbours as in a tile of `levels` pair levels, whatever
+    the dtype of `ref`, so that no value changes lanes.
     """
     rows, width = min(m, 4 * num_warps), LANES << levels
 
@@ -135,8 +135,18 @@ def load_row_pieces(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, 
             x = tile(lax.div(i, 4) * 4 + lax.rem(i, 4) + p * width)
         else:
             x = tile(i + p * width)
-        out.append(jnp.broadcast_to(x[None], (m // rows, rows, width)).reshape(m, width))
+        out.append(x)
     return out
+
+
+def expand_rows(pieces, m: int):
+    """Pieces [rows, width] with equal rows as [m, width], by the same registers."""
+    return [jnp.broadcast_to(x.reshape(1, *x.shape), (m // x.shape[0], *x.shape)).reshape(m, x.shape[1]) for x in pieces]
+
+
+def load_row_pieces(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=None, **options):
+    """The vector ref[*lead, 0:k] in fp32 as pieces [m, 8 << levels] with equal rows, in the layout of a state tile."""
+    return expand_rows(load_rows(ref, lead, m, k, levels, num_warps, mask, **options), m)
 
 
 # --------------------------------------------------------------------------------------------------------- recurrence

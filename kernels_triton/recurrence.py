@@ -95,26 +95,35 @@ def spread(d, LEVELS: tl.constexpr):
 
 @triton.jit
 def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
-    """Pieces in fp32 of the rows at ptr + rows [M, 1] * stride + 0..K; `other` where `mask` [M, 1] is false."""
+    """Pieces in fp32 of the rows at ptr + rows [M, 1] * stride + 0..K; `other` where `mask` [M, 1] (or None) is false."""
     WIDTH: tl.constexpr = LANES << LEVELS
     cols = tl.arange(0, WIDTH)[None, :]
     out = ()
     for p in tl.static_range((K + WIDTH - 1) // WIDTH):
         at = ptr + rows * stride + (cols + p * WIDTH)
-        x = tl.load(at, mask=mask & (cols + p * WIDTH < K), other=0.0) if K < WIDTH else tl.load(at, mask=mask, other=other)
+        if WIDTH > K:
+            x = tl.load(at, mask=(cols < K) if mask is None else mask & (cols < K), other=other)
+        elif mask is None:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, mask=mask, other=other)
         out = out + (x.to(tl.float32),)
     return out
 
 
 @triton.jit
 def store_pieces(ptr, rows, stride, pieces, mask, K: tl.constexpr, LEVELS: tl.constexpr, EVICT: tl.constexpr):
-    """Round once to the dtype behind `ptr` and store pieces to the rows at ptr + rows [M, 1] * stride where `mask` is true."""
+    """Round once to the dtype behind `ptr` and store pieces to the rows at ptr + rows [M, 1] * stride where `mask` (or None)
+    is true. EVICT: "" or "evict_first"."""
     WIDTH: tl.constexpr = LANES << LEVELS
     cols = tl.arange(0, WIDTH)[None, :]
     for p in tl.static_range(len(pieces)):
         at = ptr + rows * stride + (cols + p * WIDTH)
-        keep = mask & (cols + p * WIDTH < K) if K < WIDTH else mask
-        tl.store(at, pieces[p].to(ptr.dtype.element_ty), mask=keep, eviction_policy=EVICT)
+        x = pieces[p].to(ptr.dtype.element_ty)
+        if WIDTH > K:
+            tl.store(at, x, mask=(cols < K) if mask is None else mask & (cols < K), eviction_policy=EVICT)
+        else:
+            tl.store(at, x, mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -128,11 +137,12 @@ def _row_tile(ptr, cols, ROWS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def load_row_pieces(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """The vector at ptr + 0..K in fp32 as pieces [M, 8 << LEVELS] with equal rows, in the layout of a state tile.
+def load_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """The vector at ptr + 0..K in fp32 as pieces [rows, 8 << LEVELS] with equal rows; rows: what one step of the warps
+    covers (4 a warp), at most M. `expand_rows` repeats them; a value that a loop carries must not be expanded before.
 
-    Only as many rows are loaded as one step of the warps covers (4 a warp); the others are the same registers. Lanes take
-    4 or 8 neighbours as in a tile of LEVELS pair levels, whatever the dtype behind `ptr`, so that no value changes lanes.
+    Lanes take 4 or 8 neighbours as in a tile of LEVELS pair levels, whatever the dtype behind `ptr`, so that no value
+    changes lanes.
     """
     WIDTH: tl.constexpr = LANES << LEVELS
     ROWS: tl.constexpr = min(M, 4 * NUM_WARPS)
@@ -149,9 +159,26 @@ def load_row_pieces(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
             x = _row_tile(ptr, i // 4 * 4 + i % 4 + p * WIDTH, ROWS, K)
         else:
             x = _row_tile(ptr, tl.arange(0, WIDTH) + p * WIDTH, ROWS, K)
-        x = tl.broadcast_to(tl.reshape(x, [1, ROWS, WIDTH]), [M // ROWS, ROWS, WIDTH])
-        out = out + (tl.reshape(x, [M, WIDTH]),)
+        out = out + (x,)
     return out
+
+
+@triton.jit
+def expand_rows(pieces, M: tl.constexpr):
+    """Pieces [rows, width] with equal rows as [M, width], by the same registers."""
+    out = ()
+    for i in tl.static_range(len(pieces)):
+        x = pieces[i]
+        x = tl.reshape(x, [1, x.shape[0], x.shape[1]])
+        x = tl.broadcast_to(x, [M // x.shape[1], x.shape[1], x.shape[2]])
+        out = out + (tl.reshape(x, [M, x.shape[2]]),)
+    return out
+
+
+@triton.jit
+def load_row_pieces(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """The vector at ptr + 0..K in fp32 as pieces [M, 8 << LEVELS] with equal rows, in the layout of a state tile."""
+    return expand_rows(load_rows(ptr, M, K, LEVELS, NUM_WARPS), M)
 
 
 # --------------------------------------------------------------------------------------------------------- recurrence

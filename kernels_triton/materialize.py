@@ -1,0 +1,94 @@
+"""The accepted state of a slot, to anywhere: checkpoint plus live raw records, by the recurrence, rounded once.
+
+The one kernel behind replay's automatic fold, merge, snapshot and export, for all layers in one launch; without records
+(native, compact) it is a copy. Work is a list, so a call costs what it moves: a fixed number of programs shares out the
+tiles (request x layer x head x V block) of the list, and temporary memory is registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels_triton.decode import check_sizes, vector_norm
+from kernels_triton.recurrence import INTERPRET, expand_rows, load_pieces, load_rows, pair_levels, step, store_pieces, times
+
+PROGRAMS = 8 if INTERPRET.value else 4224  # 32 for each of the 132 multiprocessors of an H200
+
+
+def tile_of(state, block_v: int) -> tuple[int, int, int]:
+    """(rows of a tile, K, pair levels) of the programs of a state [.., V, K]; ValueError for sizes that are not allowed."""
+    check_sizes(state)
+    v_dim, k_dim = state.shape[-2:]
+    return min(block_v, v_dim), k_dim, pair_levels(state.dtype, k_dim)
+
+
+@triton.jit
+def load_record(
+    k_ptr, v_ptr, decay_ptr, beta_ptr, at, rows, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """(k^, v [M], decay, beta) of raw record `at`, vectors over K by `load_rows`; pointers: record 0 of a slot and head."""
+    r = vector_norm(k_ptr + at * K, K, KEY_LEVELS)
+    k = load_rows(k_ptr + at * K, M, K, LEVELS, WARPS)
+    v = tl.load(v_ptr + at * V + rows).to(tl.float32)
+    decay = (tl.load(decay_ptr + at),) if G == 1 else load_rows(decay_ptr + at * G, M, G, LEVELS, WARPS)
+    return times(k, (r,)), v, decay, tl.load(beta_ptr + at)
+
+
+@triton.jit
+def _advance_kernel(
+    count_ptr, work_ptr, state_ptr, k_pool, v_pool, decay_pool, beta_pool, target_ptr, N, S, layers, targets,
+    KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, RECORDS: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    HISTORY: tl.constexpr, PAGES: tl.constexpr, IN_PLACE: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Tiles program_id, program_id + programs, .. of the list. RECORDS = 2L."""
+    BLOCKS: tl.constexpr = V // M
+    tiles = tl.load(count_ptr) * (layers * HV * BLOCKS)
+    for i in range(tl.program_id(0), tiles, COUNT):
+        block, head, layer, item = i % BLOCKS, i // BLOCKS % HV, i // (BLOCKS * HV) % layers, i // (BLOCKS * HV) // layers
+        source, n = tl.load(work_ptr + item).to(tl.int64), tl.load(work_ptr + N + item)
+        base, target = tl.load(work_ptr + 2 * N + item), tl.load(work_ptr + 3 * N + item).to(tl.int64)
+        if (target >= 0) & ((n > 0) if IN_PLACE else (n >= 0)):
+            rows = block * M + tl.arange(0, M)
+            column = rows[:, None]
+            row = layer * S + source
+            s = load_pieces(state_ptr + (row * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS)
+            if HISTORY:
+                key = row * KH + head // (HV // KH)
+                own = row * HV + head
+                k_ptr, v_ptr = k_pool + (key * RECORDS + base) * K, v_pool + (own * RECORDS + base) * V
+                decay_ptr, beta_ptr = decay_pool + (own * RECORDS + base) * G, beta_pool + own * RECORDS + base
+                x = load_record(k_ptr, v_ptr, decay_ptr, beta_ptr, 0, rows, K, V, G, M, LEVELS, KEY_LEVELS, WARPS)
+                for j in range(n):
+                    at = tl.minimum(j + 1, n - 1)
+                    following = load_record(k_ptr, v_ptr, decay_ptr, beta_ptr, at, rows, K, V, G, M, LEVELS, KEY_LEVELS, WARPS)
+                    decay = x[2] if G == 1 else expand_rows(x[2], M)
+                    s, _ = step(s, expand_rows(x[0], M), x[1], decay, x[3], LEVELS)
+                    x = following
+            to = target * layers + layer if PAGES else layer * targets + target
+            store_pieces(target_ptr + (to * HV + head) * (V * K), column, K, s, column < V, K, LEVELS, "evict_first")
+
+
+def advance(state, pools, count, work, *, target=None, pages: bool = False, block_v: int = 16, num_warps: int = 1):
+    """Write the accepted states of a work list, all layers.
+
+    state [layers, rows, HV, V, K]; pools: replay's raw records (k [layers, S, KH, 2L, K], v [layers, S, HV, 2L, V],
+    decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L]) or None; count [1], work [4, N] int32: source row of the state
+    (for replay: the slot), live records n, first live record, target row or -1 for none, of the first count[0] items.
+    Sources and targets of one call must be distinct rows. target: another array in the dtype of the state, [P, layers, HV,
+    V, K] if `pages` else [layers, rows, HV, V, K]; None: the state itself, where items without records are left alone.
+    Changes what is written in place and returns it. No temporary memory.
+    """
+    m, k_dim, levels = tile_of(state, block_v)
+    written = state if target is None else target
+    k, v, decay, beta = pools or (state, state, state, state)
+    layers, slots, v_heads, v_dim, _ = state.shape
+    _advance_kernel[(PROGRAMS,)](
+        count, work, state, k, v, decay, beta, written, work.shape[1], slots, layers, written.shape[1],
+        k.shape[2], v_heads, k_dim, v_dim, decay.shape[-1], k.shape[3], m, levels, pair_levels(k.dtype, k_dim), num_warps,
+        pools is not None, pages, target is None, PROGRAMS,
+        num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return written

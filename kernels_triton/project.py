@@ -1,0 +1,422 @@
+"""Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
+
+The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
+launches: `coefficients`, one program per (request, key head) or, in KDA, per (request, head, block of records), and
+`outputs`, one program per (V block, value head, request). The state is read once and not written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_triton.decode import request_tokens, zero_rows
+from kernels_triton.gates import decay, inverse_norm, sigmoid
+from kernels_triton.materialize import tile_of
+from kernels_triton.recurrence import (
+    LANES,
+    finish,
+    halve,
+    lane_sums,
+    load_pieces,
+    load_row_pieces,
+    pair_levels,
+    pair_sums,
+    read,
+    store_pieces,
+    times,
+)
+
+RECORD_LEVELS = tl.constexpr(2)
+KDA_BLOCK = tl.constexpr(4)  # records of one program of KDA's pre-kernel
+UNROLL = tl.constexpr(8)  # windows up to this width are unrolled
+
+
+@triton.jit
+def request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L: tl.constexpr):
+    """(slot, tokens, first token row, n, first record of the live half) of request r; 0 tokens and slot 0 when not live."""
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    slot = tl.where(tokens > 0, slot, 0)
+    cursor = tl.load(cursor_ptr + slot)
+    return slot, tokens, tl.load(cu_ptr + r).to(tl.int64), cursor % (2 * L), cursor // (2 * L) * L
+
+
+# ------------------------------------------------------------------------------------------------------- pre-kernels
+
+
+@triton.jit
+def normalise(pieces, LEVELS: tl.constexpr):
+    return times(pieces, (inverse_norm(pieces, LEVELS)[:, None],))
+
+
+@triton.jit
+def ones_like(pieces):
+    out = ()
+    for i in tl.static_range(len(pieces)):
+        out = out + (tl.full(pieces[i].shape, 1.0, tl.float32),)
+    return out
+
+
+@triton.jit
+def _window_keys(old_ptr, new_ptr, j, n, tokens, KH: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr):
+    """Raw keys of rows j [M, 1]: record j of the live half below n, window token j - n at n and above; else zero."""
+    old = load_pieces(old_ptr, j, K, j < n, 0.0, K, LEVELS)
+    new = load_pieces(new_ptr, j - n, KH * K, (j >= n) & (j < n + tokens), 0.0, K, LEVELS)
+    out = ()
+    for i in tl.static_range(len(old)):
+        out = out + (tl.where(j < n, old[i], new[i]),)
+    return out
+
+
+@triton.jit
+def _gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr, RAW: tl.constexpr):
+    """decay and beta [N, 1] of the value heads v_head [N, 1] of one token row: loaded, or computed from raw logits; decay is
+    1 and beta 0 where `mask` is false."""
+    at = row * HV + v_head
+    if RAW:
+        a, b = (
+            tl.load(a_ptr + at, mask=mask, other=0.0).to(tl.float32),
+            tl.load(b_ptr + at, mask=mask, other=0.0).to(tl.float32),
+        )
+        A_log = tl.load(A_ptr + v_head, mask=mask, other=0.0).to(tl.float32)
+        dt_bias = tl.load(dt_ptr + v_head, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.where(mask, decay(a, A_log, dt_bias, None), 1.0), tl.where(mask, sigmoid(b), 0.0)
+    else:
+        a, b = tl.load(a_ptr + at, mask=mask, other=1.0), tl.load(b_ptr + at, mask=mask, other=0.0)
+    return a, b
+
+
+@triton.jit
+def _gdn_token(
+    t, passed, passed_0, keys, norms, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
+    decay_out, beta_out, first, tokens, n, v_head, inside,
+    W: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Coefficients, k^, q^ and the records decay, beta of token t; returns the decay products up to t."""
+    j, later = tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
+    real, row = t < tokens, first + tl.minimum(t, tokens - 1)
+    a, beta = _gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + t, v_head, inside & real, HV, RAW)
+    passed = passed * tl.where(later < n + t, a, 1.0)
+    passed_0 = passed_0 * a
+
+    x = load_row_pieces(k_ptr + row * (KH * K), L, K, LEVELS, WARPS)
+    norm = inverse_norm(x, LEVELS)
+    gram = (read(keys, x, LEVELS) * norms) * norm
+    x = times(x, (norm[:, None],))
+    tl.store(coef_ptr + (v_head * (2 * W) + 2 * t) * L + later, passed * gram[None, :], mask=inside)
+    store_pieces(x_ptr + 2 * t * K, j, 0, x, j == 0, K, LEVELS, "")
+
+    x = load_row_pieces(q_ptr + row * (H * K), L, K, LEVELS, WARPS)
+    norm = inverse_norm(x, LEVELS)
+    gram = ((read(keys, x, LEVELS) * norms) * norm) * SCALE
+    x = times(times(x, (norm[:, None],)), (SCALE,))
+    tl.store(coef_ptr + (v_head * (2 * W) + 2 * t + 1) * L + later, passed * gram[None, :], mask=inside)
+    store_pieces(x_ptr + (2 * t + 1) * K, j, 0, x, j == 0, K, LEVELS, "")
+
+    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t, passed_0, mask=inside)
+    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t + 1, beta, mask=inside)
+    tl.store(decay_out + v_head * (2 * L) + t, a, mask=inside & real)
+    tl.store(beta_out + v_head * (2 * L) + t, beta, mask=inside & real)
+    return passed, passed_0
+
+
+@triton.jit
+def _gdn_kernel(
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, k_pool, decay_pool, beta_pool,
+    x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, KH: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, MEMBERS: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    RAW: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 of GDN for one request and key head: k^, q^, c_jt, P(0->t) and the records k, decay, beta."""
+    head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
+    if tokens > 0:
+        row, key_head, GROUP = layer * S + slot, head // (HEADS // KH), HV // HEADS
+        key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
+        j = tl.arange(0, L)[:, None]
+        keys = _window_keys(key_at, k_ptr + (first * KH + key_head) * K, j, n, tokens, KH, K, LEVELS)
+        norms = inverse_norm(keys, LEVELS)
+
+        # P(j->t) and P(0->t) of the value heads of this group; dead records and missing tokens decay by 1
+        members, later = tl.arange(0, MEMBERS)[:, None], tl.arange(0, L)[None, :]
+        inside, v_head = members < GROUP, head * GROUP + members
+        decay_at, beta_at = decay_pool + row * (HV * 2 * L) + base, beta_pool + row * (HV * 2 * L) + base
+        passed, passed_0 = tl.full([MEMBERS, L], 1.0, tl.float32), tl.full([MEMBERS, 1], 1.0, tl.float32)
+        for i in tl.static_range(L):
+            at = decay_at + v_head * (2 * L) + i
+            passed = passed * tl.load(at + tl.zeros([1, L], tl.int32), mask=inside & (later < i) & (i < n), other=1.0)
+            passed_0 = passed_0 * tl.load(at, mask=inside & (i < n), other=1.0)
+
+        q_ptr, k_row = q_ptr + head // (HEADS // H) * K, k_ptr + key_head * K
+        x_ptr, coef_ptr, scalar_ptr = (
+            x_ptr + (r * HEADS + head) * (2 * W * K),
+            coef_ptr + r * (HV * 2 * W * L),
+            scalar_ptr + r * (HV * 2 * W),
+        )
+        if W <= UNROLL:
+            for t in tl.static_range(W):
+                passed, passed_0 = _gdn_token(
+                    t, passed, passed_0, keys, norms, q_ptr, k_row, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
+                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, W, H, KH, HV, K, L, LEVELS, WARPS, RAW, SCALE,
+                )  # fmt: skip
+        else:
+            for t in range(W):
+                passed, passed_0 = _gdn_token(
+                    t, passed, passed_0, keys, norms, q_ptr, k_row, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
+                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, W, H, KH, HV, K, L, LEVELS, WARPS, RAW, SCALE,
+                )  # fmt: skip
+        owner = head % (HEADS // KH) == 0
+        store_pieces(key_at, j, K, keys, (j >= n) & (j < n + tokens) & owner, K, LEVELS, "")
+
+
+@triton.jit
+def _kda_token(
+    t, keys, q_ptr, k_ptr, decay_ptr, coef_ptr, j, tokens, n, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Decay the keys of earlier rows by token t and write the coefficients of these rows; returns the keys."""
+    keys = times(keys, load_pieces(decay_ptr + t * (HV * K), j, 0, (j < n + t) & (t < tokens), 1.0, K, LEVELS))
+    row, out = tl.minimum(t, tokens - 1) * (HV * K), tl.ravel(j)
+    x = normalise(load_row_pieces(k_ptr + row, KDA_BLOCK, K, LEVELS, WARPS), LEVELS)
+    tl.store(coef_ptr + 2 * t * L + out, read(keys, x, LEVELS))
+    x = times(normalise(load_row_pieces(q_ptr + row, KDA_BLOCK, K, LEVELS, WARPS), LEVELS), (SCALE,))
+    tl.store(coef_ptr + (2 * t + 1) * L + out, read(keys, x, LEVELS))
+    return keys
+
+
+@triton.jit
+def _kda_kernel(
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, k_pool, decay_pool, beta_pool,
+    x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, W2: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 of KDA for one request, head and block of records; the last block does P(0->t) x and the records."""
+    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    BLOCKS: tl.constexpr = L // KDA_BLOCK
+    slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
+    record = ((layer * S + slot) * HV + head) * (2 * L) + base
+    token = first * HV + head
+    q_ptr, k_ptr, a_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K
+    old_decay = decay_pool + record * K
+    own = r * HV + head
+    if (tokens > 0) & (block < BLOCKS) & (block * KDA_BLOCK < n + tokens):
+        j = block * KDA_BLOCK + tl.arange(0, KDA_BLOCK)[:, None]
+        keys = normalise(_window_keys(k_pool + record * K, k_ptr, j, n, tokens, HV, K, LEVELS), LEVELS)
+        for i in range(block * KDA_BLOCK + 1, n):
+            keys = times(keys, load_pieces(old_decay + i * K, j, 0, j < i, 1.0, K, LEVELS))
+        coef_ptr += own * (2 * W * L)
+        if W <= UNROLL:
+            for t in tl.static_range(W):
+                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, HV, K, L, LEVELS, WARPS, SCALE)
+        else:
+            for t in range(W):
+                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, HV, K, L, LEVELS, WARPS, SCALE)
+    if (tokens > 0) & (block == BLOCKS):
+        t = tl.arange(0, W2)[:, None]
+        real, inside = t < tokens, t < W
+        k_raw = load_pieces(k_ptr, t, HV * K, real, 0.0, K, LEVELS)
+        k_hat = normalise(k_raw, LEVELS)
+        q_hat = times(normalise(load_pieces(q_ptr, t, HV * K, real, 0.0, K, LEVELS), LEVELS), (SCALE,))
+        passed = ones_like(k_hat)
+        for i in range(n):
+            passed = times(passed, load_pieces(old_decay + i * K, t, 0, t >= 0, 1.0, K, LEVELS))
+        for i in range(W):
+            passed = times(passed, load_pieces(a_ptr + i * (HV * K), t, 0, (t >= i) & (i < tokens), 1.0, K, LEVELS))
+        x_ptr += own * (2 * W * K)
+        store_pieces(x_ptr, 2 * t, K, times(passed, k_hat), inside, K, LEVELS, "")
+        store_pieces(x_ptr, 2 * t + 1, K, times(passed, q_hat), inside, K, LEVELS, "")
+        beta = tl.load(beta_ptr + token + t * HV, mask=real, other=0.0)
+        tl.store(scalar_ptr + own * (2 * W) + 2 * t + 1, beta, mask=inside)
+        tl.store(beta_pool + record + n + t, beta, mask=real)
+        store_pieces(k_pool + (record + n) * K, t, K, k_raw, real, K, LEVELS, "")
+        store_pieces(old_decay + n * K, t, K, load_pieces(a_ptr, t, HV * K, real, 1.0, K, LEVELS), real, K, LEVELS, "")
+
+
+def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int = 1):
+    """Everything about a window that does not involve the state, and its records k, decay, beta.
+
+    index: (layer, slots [R], verify_len [R], cu [R+1]) int32, layer an int; cursor [S] int32 (the forward's copy). tokens:
+    q [T, H, K], k [T, KH, K] raw, then decay [T, HV, G] and beta [T, HV] fp32 or, in GDN, the raw a, b [T, HV], A_log and
+    dt_bias [HV], whose gates are then computed inside. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta
+    [layers, S, HV, 2L], written in place at the records n..n+T_r-1 of each live half.
+
+    Returns x [R, heads, 2W, K] fp32 (row 2t is k^_t, 2t+1 is q^_t scaled; KDA: times P(0->t)), c [R, HV, 2W, L] fp32
+    (columns n + i are window tokens i) and scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta). Rows of requests that
+    are not live are left unwritten. heads is H when H = KH, else HV.
+    """
+    (q, k, *gates), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
+    requests, (s, v_heads, double, channels), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
+    length, key_heads, levels = double // 2, k.shape[1], pair_levels(k.dtype, k_dim)
+    heads = q.shape[1] if q.shape[1] == key_heads else v_heads
+    x, coef, scalars = (
+        torch.empty((requests, h, 2 * width, *last), dtype=torch.float32, device=q.device)
+        for h, last in ((heads, (k_dim,)), (v_heads, (length,)), (v_heads, ()))
+    )
+    launch = dict(num_warps=num_warps, num_stages=1, enable_fp_fusion=False)
+    if requests and channels == 1:
+        raw = len(gates) == 4
+        gates = gates if raw else [*gates, *gates]
+        _gdn_kernel[(heads, requests)](
+            slots, verify_len, cu, cursor, q, k, *gates, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
+            heads, q.shape[1], key_heads, v_heads, k_dim, length, triton.next_power_of_2(v_heads // heads), levels, num_warps,
+            raw, scale, **launch,
+        )  # fmt: skip
+    elif requests:
+        _kda_kernel[(length // KDA_BLOCK.value + 1, heads, requests)](
+            slots, verify_len, cu, cursor, q, k, *gates, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
+            triton.next_power_of_2(width), v_heads, k_dim, length, levels, num_warps, scale, **launch,
+        )  # fmt: skip
+    return x, coef, scalars
+
+
+# ------------------------------------------------------------------------------------------------------- main kernel
+
+
+@triton.jit
+def _record_columns(p, L: tl.constexpr):
+    """Record numbers [1, 32] of block p, whose two pair levels leave 8 values; those at L and beyond are never live."""
+    return p * (LANES << RECORD_LEVELS) + tl.arange(0, LANES << RECORD_LEVELS)[None, :]
+
+
+@triton.jit
+def _project(
+    state, d_old, d_new, limit, x_ptr, coef_ptr, p0, n, tokens, M: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, WARPS: tl.constexpr, GDN: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """h_t of one row of x: steps 3 to 6. d_new: window tokens; in LOOP only those below `limit` apply."""
+    lanes = lane_sums(times(state, load_row_pieces(x_ptr, M, K, LEVELS, WARPS)), LEVELS)
+    if GDN:
+        lanes = lanes * p0
+    c = load_row_pieces(coef_ptr, M, L, RECORD_LEVELS, WARPS)
+    sums = ()
+    for p in tl.static_range(len(d_old)):
+        sums = sums + (pair_sums(tl.where(_record_columns(p, L) < n, d_old[p] * c[p], 0.0), RECORD_LEVELS),)
+    h = finish(lanes + halve(sums))
+    for i in tl.static_range(len(d_new)):
+        more = h + d_new[i] * tl.load(coef_ptr + n + i, mask=i < tokens, other=0.0)
+        h = tl.where(i < limit, more, h) if LOOP else more
+    return h
+
+
+@triton.jit
+def _put(t, v, d, o, o_ptr, v_at, d_at, rows, tokens, HV: tl.constexpr, V: tl.constexpr):
+    """Output and records v, d of token t."""
+    tl.store(o_ptr + t * (HV * V) + rows, o.to(o_ptr.dtype.element_ty), mask=(rows < V) & (t < tokens))
+    tl.store(d_at + t * V + rows, d, mask=(rows < V) & (t < tokens))
+    tl.store(v_at + t * V + rows, v, mask=(rows < V) & (t < tokens))
+
+
+@triton.jit
+def _outputs_kernel(
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, v_ptr, x_ptr, coef_ptr, scalar_ptr, state_ptr, v_pool, d_pool, o_ptr,
+    layer, S, R, T, W: tl.constexpr, HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, GDN: tl.constexpr,
+):  # fmt: skip
+    """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
+    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
+    rows = block * M + tl.arange(0, M)
+    column = rows[:, None]
+    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+    if tokens > 0:
+        row = (layer * S + slot) * HV + head
+        state = load_pieces(state_ptr + row * (V * K), column, K, column < V, 0.0, K, LEVELS)
+        d_at, v_at = d_pool + (row * (2 * L) + base) * V, v_pool + (row * (2 * L) + base + n) * V
+        d_old = ()
+        for p in tl.static_range((L + (LANES << RECORD_LEVELS) - 1) // (LANES << RECORD_LEVELS)):
+            j = _record_columns(p, L)
+            d_old = d_old + (tl.load(d_at + j * V + column, mask=j < n, other=0.0),)
+        d_at += n * V
+        v_ptr += (first * HV + head) * V
+        o_at = o_ptr + (first * HV + head) * V
+        x_ptr += (r * HEADS + head // (HV // HEADS)) * (2 * W * K)
+        coef_ptr += (r * HV + head) * (2 * W * L)
+        scalar_ptr += (r * HV + head) * (2 * W)
+        if W <= UNROLL:
+            vs, ds, outs = (), (), ()
+            for t in tl.static_range(W):
+                v = tl.load(v_ptr + t * (HV * V) + rows, mask=(rows < V) & (t < tokens), other=0.0)
+                p0 = tl.load(scalar_ptr + 2 * t)
+                h = _project(
+                    state,
+                    d_old,
+                    ds,
+                    t,
+                    x_ptr + 2 * t * K,
+                    coef_ptr + 2 * t * L,
+                    p0,
+                    n,
+                    tokens,
+                    M,
+                    K,
+                    L,
+                    LEVELS,
+                    WARPS,
+                    GDN,
+                    False,
+                )
+                vs, ds = vs + (v,), ds + ((v.to(tl.float32) - h) * tl.load(scalar_ptr + 2 * t + 1),)
+                o = _project(
+                    state, d_old, ds, t, x_ptr + (2 * t + 1) * K, coef_ptr + (2 * t + 1) * L, p0, n, tokens,
+                    M, K, L, LEVELS, WARPS, GDN, False,
+                )  # fmt: skip
+                outs = outs + (o,)
+            for t in tl.static_range(W):
+                _put(t, vs[t], ds[t], outs[t], o_at, v_at, d_at, rows, tokens, HV, V)
+        else:
+            ds = ()
+            for _ in tl.static_range(W):
+                ds = ds + (tl.zeros([M], tl.float32),)
+            for t in range(tokens):
+                v = tl.load(v_ptr + t * (HV * V) + rows, mask=rows < V, other=0.0)
+                p0 = tl.load(scalar_ptr + 2 * t)
+                h = _project(
+                    state,
+                    d_old,
+                    ds,
+                    t,
+                    x_ptr + 2 * t * K,
+                    coef_ptr + 2 * t * L,
+                    p0,
+                    n,
+                    tokens,
+                    M,
+                    K,
+                    L,
+                    LEVELS,
+                    WARPS,
+                    GDN,
+                    True,
+                )
+                d = (v.to(tl.float32) - h) * tl.load(scalar_ptr + 2 * t + 1)
+                new = ()
+                for i in tl.static_range(W):
+                    new = new + (tl.where(i == t, d, ds[i]),)
+                ds = new
+                o = _project(
+                    state, d_old, ds, t + 1, x_ptr + (2 * t + 1) * K, coef_ptr + (2 * t + 1) * L, p0, n, tokens,
+                    M, K, L, LEVELS, WARPS, GDN, True,
+                )  # fmt: skip
+                _put(t, v, d, o, o_at, v_at, d_at, rows, tokens, HV, V)
+
+
+def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):
+    """Outputs of one layer and its records v, d.
+
+    index, cursor as for `coefficients`; v [T, HV, V] raw; window: x, c and scalars of `coefficients`; state [layers, S,
+    HV, V, K]; pools: v and d [layers, S, HV, 2L, V], written in place at the records n..n+T_r-1 of each live half. Returns
+    o [T, HV, V] in v's dtype, zero in token rows that no live request owns.
+    """
+    (layer, slots, verify_len, cu), (v_pool, d_pool), (x, coef, scalars) = index, pools, window
+    requests, heads, width = x.shape[0], x.shape[1], x.shape[2] // 2
+    (t, v_heads, v_dim), (m, k_dim, levels) = v.shape, tile_of(state, block_v)
+    o = torch.empty_like(v) if requests else torch.zeros_like(v)
+    if requests:
+        _outputs_kernel[(v_dim // m, v_heads, requests)](
+            slots, verify_len, cu, cursor, v, x, coef, scalars, state, v_pool, d_pool, o, layer, state.shape[1], requests, t,
+            width, heads, v_heads, k_dim, v_dim, v_pool.shape[3] // 2, m, levels, num_warps, gdn,
+            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return o
