@@ -40,7 +40,7 @@ def _commit_kernel(
         state_at = state_ptr + (slot * HV + head) * (V * K)
         record, key = (slot * HV + head) * W, (slot * KH + head // (HV // KH)) * W
         k_at, v_at, decay_at, beta_at = k_pool + key * K, v_pool + record * V, decay_pool + record * G, beta_pool + record
-        s = load_pieces(state_at, column, K, column < V, 0.0, K, LEVELS)
+        s = load_pieces(state_at, column, K, None, 0.0, K, LEVELS)
         x = _load_record(k_at, v_at, decay_at, beta_at, rows, 0, K, V, G, M, LEVELS, KEY_LEVELS, WARPS)
         for t in range(tokens):
             at = tl.minimum(t + 1, tokens - 1)
@@ -48,7 +48,7 @@ def _commit_kernel(
             s, _ = step(s, x[0], x[1], x[2], x[3], LEVELS)
             s = round_state(s, state_ptr.dtype.element_ty)
             x = following
-        store_pieces(state_at, column, K, s, column < V, K, LEVELS, "evict_first")
+        store_pieces(state_at, column, K, s, None, K, LEVELS, "evict_first")
 
 
 def commit(state, k, v, decay, beta, slots, lengths, *, block_v: int = 8, num_warps: int = 1):

@@ -47,7 +47,8 @@ def load_gate(ptr, M: tl.constexpr, K: tl.constexpr, G: tl.constexpr, LEVELS: tl
 def _load_token(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, tok, head, rows,
     H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """(k^ pieces, q^ pieces, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`)."""
     q_at, k_at = q_ptr + (tok * H + head // (HV // H)) * K, k_ptr + (tok * KH + head // (HV // KH)) * K
@@ -86,7 +87,8 @@ def _native_kernel(
     slots_ptr, offset_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, o_ptr, state_ptr,
     layer, S, R, T, W: tl.constexpr,
     H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = block * M + tl.arange(0, M)
@@ -96,9 +98,7 @@ def _native_kernel(
     if tokens > 0:
         first = tl.load(cu_ptr + r).to(tl.int64)
         base = layer.to(tl.int64) * S * W + slot * W
-        s = load_pieces(
-            state_ptr + ((base + tl.load(offset_ptr + r)) * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS
-        )
+        s = load_pieces(state_ptr + ((base + tl.load(offset_ptr + r)) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
             q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
             H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
@@ -115,7 +115,7 @@ def _native_kernel(
             s = round_state(s, state_ptr.dtype.element_ty)
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             at = state_ptr + ((base + t) * HV + head) * (V * K)
-            store_pieces(at, column, K, s, column < V, K, LEVELS, "evict_first")
+            store_pieces(at, column, K, s, None, K, LEVELS, "evict_first")
             x = following
 
 
@@ -135,7 +135,7 @@ def _compact_kernel(
         first = tl.load(cu_ptr + r).to(tl.int64)
         slot += layer.to(tl.int64) * S
         record = (slot * HV + head) * W  # of token 0 in the pools per value head
-        s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS)
+        s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
             q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, q_ptr, q_ptr, first, head, rows,
             H, KH, HV, K, V, G, M, LEVELS, LEVELS, WARPS, False, 1.0,
