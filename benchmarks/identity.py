@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="checkpoint directory (default: the demo model)")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the 20 prompts (default: all)")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt (default: 256)")
+    every = [f"{mode}:{width}" for mode, width in RUNS]
+    parser.add_argument("--runs", nargs="+", choices=every, default=every, metavar="MODE:W", help="which runs (default: all)")
     parser.add_argument("--act", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"], help="activation dtypes")
 
 
@@ -39,10 +41,10 @@ def run(args: argparse.Namespace) -> dict:
     cells, ok = [], True
     for act in args.act:
         model, reference = load(args.model, act), None
-        for mode, width in RUNS:
+        for mode, width in (run for run in RUNS if f"{run[0]}:{run[1]}" in args.runs):
             record.say(f"{act} {mode} W={width}")
-            generator = Generator(model, mode=mode, width=width, act_dtype=act, ignore_eos=True, max_requests=len(prompts))
-            made = generator.generate(prompts, max_new_tokens=args.tokens)
+            generator = Generator(model, mode=mode, width=width, act_dtype=act, max_requests=len(prompts))
+            made = generator.generate(prompts, max_new_tokens=args.tokens, ignore_eos=True)
             tokens = [result["token_ids"] for result in made["results"]]
             if reference is None:
                 reference, ids = tokens, [result["prompt_ids"] for result in made["results"]]
