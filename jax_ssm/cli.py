@@ -154,23 +154,20 @@ def progress(message: str) -> None:
     print(f"jax-ssm: {message}", file=sys.stderr, flush=True)
 
 
-def make_generator(args: argparse.Namespace, **changes):
-    """A Generator from parsed arguments."""
-    from jax_ssm.engine import Generator
-
-    settings = dict(
+def engine_settings(args: argparse.Namespace) -> dict:
+    """Arguments of `Settings` from parsed ones."""
+    return dict(
         mode=args.state, width=args.width, history=args.history or 16, act_dtype=args.act, ssm_dtype=args.ssm_dtype,
         implementation=args.implementation, drafts=args.drafts, rounds_per_call=args.rounds_per_call,
         max_requests=args.max_requests, max_len=args.max_len, strict=args.strict,
     )  # fmt: skip
-    return Generator(args.model, progress=progress, **(settings | changes))
 
 
 def run_generate(args: argparse.Namespace) -> int:
     prompts = [read_prompt(text) for text in args.prompt or []]
     if not prompts:
         raise ValueError('no prompt: give --prompt "TEXT", --prompt @FILE or --prompt - (standard input)')
-    from jax_ssm.engine import Request
+    from jax_ssm.engine import Generator, Request
 
     choices = dict(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed,
@@ -181,7 +178,7 @@ def run_generate(args: argparse.Namespace) -> int:
         progress(f"note: --history has no effect with --state {args.state}")
     if args.top_p < 1 and args.temperature == 0:
         progress("note: --top-p has no effect at temperature 0 (greedy)")
-    generator = make_generator(args)
+    generator = Generator(args.model, progress=progress, **engine_settings(args))
     on_tokens = None if args.json else stream(generator.model.decode, len(prompts))
     record = generator.generate(prompts, on_tokens=on_tokens, **choices)
     if args.json:
@@ -244,16 +241,16 @@ def summary(record: dict):
 
 
 def run_describe(args: argparse.Namespace) -> int:
-    generator = make_generator(args)
-    report = generator.describe()
+    from jax_ssm.engine import Settings, describe, make_plan
+    from jax_ssm.engine.load import find, read_config
+
+    report = describe(make_plan(read_config(find(args.model)), Settings(**engine_settings(args))))
     if args.json:
         print(json.dumps(report))
         return 0
     for name, value in report.items():
         lines = value if isinstance(value, list) else [value]
-        for line in lines:
-            print(f"{name + ':':<12} {line}")
-            name = ""
+        print(f"{name:<10}" + ("\n" + " " * 10).join(lines))
     return 0
 
 
@@ -294,9 +291,8 @@ def run_demo(args: argparse.Namespace) -> int:
             f"{t['tokens_per_s']:,.0f}", f"{recurrent:,} B", f"{b['total']:,} B",
         )  # fmt: skip
     _console().print(table)
-    print(
-        f"tokens identical in all modes: {'yes' if same else 'NO'}; drafts: {makers[mode].drafts}, width {makers[mode].width}"
-    )
+    plan = makers[MODES[0]].plan
+    print(f"tokens identical in all modes: {'yes' if same else 'NO'} (drafts {plan.drafts}, width {plan.width})")
     return 0 if same else 1
 
 

@@ -49,8 +49,10 @@ class Compiler:
     """Compiles the parts of a bucket once, side by side, and remembers them.
 
     `stray()` counts compilations in this process since `begin()` that no Compiler was asked for, such as a jnp operation on
-    the host; a run has none.
+    the host; a run has none. options: XLA compiler options of every executable.
     """
+
+    options: dict | None = None
 
     def __init__(self) -> None:
         self._buckets: dict[object, dict[str, Executable]] = {}
@@ -72,7 +74,7 @@ class Compiler:
                 (name, lowered), start = item, time.perf_counter()
                 _asked.now = True
                 try:
-                    call = lowered.compile()
+                    call = lowered.compile(compiler_options=self.options)
                 finally:
                     _asked.now = False
                 temp = getattr(call.memory_analysis(), "temp_size_in_bytes", 0)

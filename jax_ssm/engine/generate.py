@@ -18,12 +18,10 @@ from jax_ssm.engine import rounds
 from jax_ssm.engine.buckets import RunBucket, choose_bucket
 from jax_ssm.engine.compiles import Compiler, Executable, Part
 from jax_ssm.engine.load import LoadedModel, find, load, read_config
-from jax_ssm.engine.settings import Request, Settings, choose_drafts, require
+from jax_ssm.engine.plan import LEAST_LEN, make_plan
+from jax_ssm.engine.settings import Request, Settings, require
 from jax_ssm.engine.slots import FreeList
 from jax_ssm.models import hybrid
-from jax_ssm.models.hybrid import ModelSpecs
-
-LEAST_LEN = 128  # positions of the smallest bucket
 
 
 @dataclass
@@ -53,28 +51,14 @@ class Generator:
         progress: Callable[[str], None] = lambda message: None,
         **settings,
     ) -> None:
-        s = self.settings = Settings(**settings)
         self.progress = progress
-        self.act_dtype = s.act_dtype or ("bf16" if jax.default_backend() == "gpu" else "fp32")
-        self.config = model.config if isinstance(model, LoadedModel) else read_config(find(model))
-        self.drafts, self.width, self.drafts_reason = choose_drafts(s, bool(self.config.mtp_num_hidden_layers))
-        positions = self.config.max_position_embeddings
-        require(s.max_len is None or s.max_len <= positions, "max_len", s.max_len, f"at most the model's {positions}")
-        self.max_len = s.max_len or positions
-        self.specs(RunBucket(1, LEAST_LEN))  # refuses what cannot run, before any weight is read
+        settings = Settings(**settings)
+        config = model.config if isinstance(model, LoadedModel) else read_config(find(model))
+        self.plan = make_plan(config, settings)
         start = time.perf_counter()
-        self.model = model if isinstance(model, LoadedModel) else load(model, self.act_dtype)
+        self.model = model if isinstance(model, LoadedModel) else load(model, self.plan.act_dtype)
         self.load_seconds = time.perf_counter() - start
         self.compiler = Compiler()
-
-    def specs(self, bucket: RunBucket) -> ModelSpecs:
-        """The static description of a bucket; raises ValueError or BackendError for what cannot run."""
-        s = self.settings
-        return hybrid.model_specs(
-            self.config, slots=bucket.requests + 1, max_len=bucket.max_len, width=self.width, mode=s.mode,
-            history=s.history, act_dtype=self.act_dtype, ssm_dtype=s.ssm_dtype,
-            implementation=None if s.implementation == "auto" else s.implementation, mtp=self.drafts == "mtp",
-        )  # fmt: skip
 
     def check_prompts(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Token ids of every prompt. Raises ValueError naming the first that is empty, too long or not of this model."""
@@ -83,13 +67,14 @@ class Generator:
         for i, ids in enumerate(encoded):
             if not ids:
                 raise ValueError(f"prompts[{i}] is empty: a prompt needs at least one token")
-            bad = [x for x in ids if not 0 <= x < self.config.vocab_size]
+            bad = [x for x in ids if not 0 <= x < self.plan.config.vocab_size]
             if bad:
-                raise ValueError(f"prompts[{i}] has token ids {bad[:5]}: allowed are 0..{self.config.vocab_size - 1}")
-            if len(ids) + max_new_tokens > self.max_len:
+                raise ValueError(f"prompts[{i}] has token ids {bad[:5]}: allowed are 0..{self.plan.config.vocab_size - 1}")
+            most = self.plan.max_len
+            if len(ids) + max_new_tokens > most:
                 raise ValueError(
-                    f"prompts[{i}] has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together at most "
-                    f"max_len={self.max_len}; shorten the prompt or ask for at most {max(self.max_len - len(ids), 0)} tokens"
+                    f"prompts[{i}] has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together at most max_len={most}; "
+                    f"shorten the prompt or ask for at most {max(most - len(ids), 0)} tokens"
                 )
         return encoded
 
@@ -112,7 +97,7 @@ class Generator:
         """
         request = Request(max_new_tokens, temperature, top_p, seed, ignore_eos)
         encoded = self.check_prompts(prompts, max_new_tokens)
-        s, clock = self.settings, time.perf_counter
+        s, clock = self.plan.settings, time.perf_counter
         bucket = self.bucket(encoded, max_new_tokens)
         self.compiler.begin()
         start = clock()
@@ -150,8 +135,8 @@ class Generator:
 
     def bucket(self, encoded: Sequence[Sequence[int]], max_new_tokens: int) -> RunBucket:
         """The bucket that serves these prompts."""
-        longest = max(map(len, encoded)) + max_new_tokens + self.width
-        return choose_bucket(len(encoded), longest, max_requests=self.settings.max_requests, least_len=LEAST_LEN)
+        longest = max(map(len, encoded)) + max_new_tokens + self.plan.width
+        return choose_bucket(len(encoded), longest, max_requests=self.plan.settings.max_requests, least_len=LEAST_LEN)
 
     def warm_up(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> None:
         """Compile what `generate` with these prompts will use."""
@@ -164,11 +149,11 @@ class Generator:
         return self.compiler.executables(bucket, partial(self._parts, bucket))
 
     def _parts(self, bucket: RunBucket) -> dict[str, Part]:
-        specs = self.specs(bucket)
-        allocate = partial(rounds.allocate, specs, bucket.requests, self.drafts == "mtp")
+        specs = self.plan.specs(bucket)
+        allocate = partial(rounds.allocate, specs, bucket.requests, self.plan.drafts == "mtp")
         carry, params = jax.eval_shape(allocate), self.model.params
         choices, chunk = self._choices(Request()), self._empty_chunk(bucket)
-        several = partial(rounds.decode_rounds, specs, self.settings.rounds_per_call)
+        several = partial(rounds.decode_rounds, specs, self.plan.settings.rounds_per_call)
         return {
             "allocate": Part(allocate, ()),
             "prefill": Part(partial(rounds.prefill, specs), (params, carry, chunk, choices), (1,)),
@@ -181,7 +166,7 @@ class Generator:
         return rounds.Choices(np.float32(request.temperature), np.float32(request.top_p), np.uint32(request.seed), ids)
 
     def _empty_chunk(self, bucket: RunBucket) -> rounds.Chunk:
-        r, n = bucket.requests, self.settings.prefill_chunk
+        r, n = bucket.requests, self.plan.settings.prefill_chunk
         flags, numbers = lambda: np.zeros(r, bool), lambda: np.zeros(r, np.int32)
         return rounds.Chunk(
             fresh=flags(), slot=np.full(r, r, np.int32), request=numbers(), limit=numbers(),
@@ -190,7 +175,7 @@ class Generator:
 
     def _chunks(self, fresh: list[tuple[int, Sequenced, int]], bucket: RunBucket) -> Iterator[rounds.Chunk]:
         """The prompt chunks of newly admitted (row, text, slot), side by side."""
-        n = self.settings.prefill_chunk
+        n = self.plan.settings.prefill_chunk
         for begin in range(0, max((len(text.prompt) for _, text, _ in fresh), default=0), n):
             chunk = self._empty_chunk(bucket)
             for row, text, slot in fresh:
@@ -237,7 +222,7 @@ class Generator:
                 }
                 for text in texts
             ],
-            "state_bytes": hybrid.model_state_bytes(self.specs(bucket)),
+            "state_bytes": hybrid.model_state_bytes(self.plan.specs(bucket)),
             "compilations": {
                 "total": len(fresh),
                 "stray": self.compiler.stray(),
@@ -259,16 +244,16 @@ class Generator:
                 "calls": calls,
                 "mean_accepted": round(sum(accepted) / len(accepted), 4) if accepted else None,
             },
-            "settings": asdict(self.settings)
+            "settings": asdict(self.plan.settings)
             | asdict(request)
             | {
                 "model": self.model.name,
-                "act_dtype": self.act_dtype,
-                "width": self.width,
-                "drafts": self.drafts,
-                "drafts_reason": self.drafts_reason,
+                "act_dtype": self.plan.act_dtype,
+                "width": self.plan.width,
+                "drafts": self.plan.drafts,
+                "drafts_reason": self.plan.drafts_reason,
                 "bucket": {"requests": bucket.requests, "max_len": bucket.max_len},
-                "backends": {key: name for key, (_, name) in self.specs(bucket).groups.items()},
+                "backends": {key: name for key, (_, name) in self.plan.specs(bucket).groups.items()},
             },
             "versions": {
                 "jax_ssm": jax_ssm.__version__,
