@@ -12,7 +12,7 @@ from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, when
 from kernels_pallas.decode import Tile, request_tokens, tile_of, vector_norm
-from kernels_pallas.recurrence import load_pieces, load_row_pieces, round_state, step, store_pieces
+from kernels_pallas.recurrence import expand_rows, load_pieces, load_rows, round_state, step, store_pieces
 
 
 def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _, state_ref, *, tile: Tile, interpret: bool):
@@ -30,18 +30,19 @@ def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _
         def load_token(t):
             at = jnp.minimum(t, tokens - 1)
             r = vector_norm(k_pool, (layer, slot, key, at), tile)
-            k = load_row_pieces(k_pool, (layer, slot, key, at), tile.m, tile.k, tile.levels, tile.warps)
+            k = load_rows(k_pool, (layer, slot, key, at), tile.m, tile.k, tile.levels, tile.warps)
             v = load(v_pool.at[layer, slot, head, at, rows]).astype(jnp.float32)
             if decay_pool.shape[-1] == 1:
                 alpha = decay_pool[layer, slot, head, at, 0]
             else:
-                alpha = load_row_pieces(decay_pool, (layer, slot, head, at), tile.m, tile.k, tile.levels, tile.warps)
+                alpha = load_rows(decay_pool, (layer, slot, head, at), tile.m, tile.k, tile.levels, tile.warps)
             return [x * r for x in k], v, alpha, beta_pool[layer, slot, head, at]
 
         def body(t, carry):
             s, (k, v, alpha, beta) = carry
             following = load_token(t + 1)
-            s, _ = step(s, k, v, alpha, beta, tile.levels, interpret)
+            alpha = expand_rows(alpha, tile.m) if isinstance(alpha, list) else alpha
+            s, _ = step(s, expand_rows(k, tile.m), v, alpha, beta, tile.levels, interpret)
             return round_state(s, state_ref.dtype, interpret), following
 
         s, _ = lax.fori_loop(0, tokens, body, (s, load_token(0)))

@@ -17,8 +17,9 @@ from jax import lax
 from kernels_pallas._compat import call, load, on_cpu, program_id, store, when
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
+    expand_rows,
     load_pieces,
-    load_row_pieces,
+    load_rows,
     pair_levels,
     read,
     round_state,
@@ -48,13 +49,16 @@ def vector_norm(ref, lead, tile: Tile):
 
 
 def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):
-    """(k^ pieces, q^ pieces, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`)."""
+    """(k^ rows, q^ rows, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`).
+
+    k^, q^ and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
+    """
     raw = len(inputs) == 7
     q_ref, k_ref, v_ref = inputs[:3]
     heads, gates = v_ref.shape[1], inputs[3].shape[-1]
     q_head, k_head = lax.div(head, heads // q_ref.shape[1]), lax.div(head, heads // k_ref.shape[1])
-    k = load_row_pieces(k_ref, (tok, k_head), tile.m, tile.k, tile.levels, tile.warps)
-    q = load_row_pieces(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
+    k = load_rows(k_ref, (tok, k_head), tile.m, tile.k, tile.levels, tile.warps)
+    q = load_rows(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
     v = load(v_ref.at[tok, head, rows]).astype(jnp.float32)
     if raw:
         a_ref, b_ref, A_ref, dt_ref = (partial(_scalar, ref) for ref in inputs[3:])
@@ -65,7 +69,7 @@ def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):
     if gates == 1:
         alpha = decay_ref[tok, head, 0]
     else:
-        alpha = load_row_pieces(decay_ref, (tok, head), tile.m, tile.k, tile.levels, tile.warps)
+        alpha = load_rows(decay_ref, (tok, head), tile.m, tile.k, tile.levels, tile.warps)
     return k, q, v, alpha, beta_ref[tok, head]
 
 
@@ -78,8 +82,9 @@ def _walk(s, tokens, width: int, load_token, emit, dtype, tile: Tile):
 
     def advance(t, s, x):
         k, q, v, alpha, beta = x
-        s, _ = step(s, k, v, alpha, beta, tile.levels, tile.interpret)
-        o = read(s, q, tile.levels, tile.interpret)
+        alpha = expand_rows(alpha, tile.m) if isinstance(alpha, list) else alpha
+        s, _ = step(s, expand_rows(k, tile.m), v, alpha, beta, tile.levels, tile.interpret)
+        o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
         s = round_state(s, dtype, tile.interpret)
         emit(t, o, s, x)
         return s

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_triton.decode import check_sizes, load_gate, request_tokens, vector_norm
-from kernels_triton.recurrence import load_pieces, load_row_pieces, pair_levels, round_state, step, store_pieces, times
+from kernels_triton.decode import check_sizes, expand_gate, load_gate, request_tokens, vector_norm
+from kernels_triton.recurrence import expand_rows, load_pieces, load_rows, pair_levels, round_state, step, store_pieces, times
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _load_record(
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """(k^ pieces, v [M], decay, beta) of record t; the pointers stand at record 0."""
-    k = times(load_row_pieces(k_ptr + t * K, M, K, LEVELS, WARPS), (vector_norm(k_ptr + t * K, K, KEY_LEVELS),))
+    k = times(load_rows(k_ptr + t * K, M, K, LEVELS, WARPS), (vector_norm(k_ptr + t * K, K, KEY_LEVELS),))
     v = tl.load(v_ptr + t * V + rows).to(tl.float32)
     return k, v, load_gate(decay_ptr + t * G, M, K, G, LEVELS, WARPS), tl.load(beta_ptr + t)
 
@@ -45,7 +45,7 @@ def _commit_kernel(
         for t in range(tokens):
             at = tl.minimum(t + 1, tokens - 1)
             following = _load_record(k_at, v_at, decay_at, beta_at, rows, at, K, V, G, M, LEVELS, KEY_LEVELS, WARPS)
-            s, _ = step(s, x[0], x[1], x[2], x[3], LEVELS)
+            s, _ = step(s, expand_rows(x[0], M), x[1], expand_gate(x[2], M, G), x[3], LEVELS)
             s = round_state(s, state_ptr.dtype.element_ty)
             x = following
         store_pieces(state_at, column, K, s, None, K, LEVELS, "evict_first")

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.recurrence import (
+    expand_rows,
     load_pieces,
-    load_row_pieces,
+    load_rows,
     pair_levels,
     read,
     round_state,
@@ -36,11 +37,20 @@ def vector_norm(ptr, K: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def load_gate(ptr, M: tl.constexpr, K: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
-    """Decay of one token and head: a tuple of one scalar (G = 1) or of pieces."""
+    """Decay of one token and head: a tuple of one scalar (G = 1) or of rows."""
     if G == 1:
         return (tl.load(ptr),)
     else:
-        return load_row_pieces(ptr, M, K, LEVELS, WARPS)
+        return load_rows(ptr, M, K, LEVELS, WARPS)
+
+
+@triton.jit
+def expand_gate(alpha, M: tl.constexpr, G: tl.constexpr):
+    """What `load_gate` gave, for `step`: the scalar, or tiles [M, ..]."""
+    if G == 1:
+        return alpha
+    else:
+        return expand_rows(alpha, M)
 
 
 @triton.jit
@@ -50,10 +60,13 @@ def _load_token(
     M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
     RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """(k^ pieces, q^ pieces, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`)."""
+    """(k^ rows, q^ rows, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`).
+
+    k^, q^ and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
+    """
     q_at, k_at = q_ptr + (tok * H + head // (HV // H)) * K, k_ptr + (tok * KH + head // (HV // KH)) * K
-    k = load_row_pieces(k_at, M, K, LEVELS, WARPS)
-    q = load_row_pieces(q_at, M, K, LEVELS, WARPS)
+    k = load_rows(k_at, M, K, LEVELS, WARPS)
+    q = load_rows(q_at, M, K, LEVELS, WARPS)
     v = tl.load(v_ptr + (tok * HV + head) * V + rows).to(tl.float32)
     gate = tok * HV + head
     if RAW:
@@ -110,8 +123,8 @@ def _native_kernel(
                     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
                     H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
                 )  # fmt: skip
-            s, _ = step(s, x[0], x[2], x[3], x[4], LEVELS)
-            o = read(s, x[1], LEVELS)
+            s, _ = step(s, expand_rows(x[0], M), x[2], expand_gate(x[3], M, G), x[4], LEVELS)
+            o = read(s, expand_rows(x[1], M), LEVELS)
             s = round_state(s, state_ptr.dtype.element_ty)
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             at = state_ptr + ((base + t) * HV + head) * (V * K)
@@ -145,8 +158,8 @@ def _compact_kernel(
                 q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, q_ptr, q_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
                 H, KH, HV, K, V, G, M, LEVELS, LEVELS, WARPS, False, 1.0,
             )  # fmt: skip
-            s, _ = step(s, x[0], x[2], x[3], x[4], LEVELS)
-            o = read(s, x[1], LEVELS)
+            s, _ = step(s, expand_rows(x[0], M), x[2], expand_gate(x[3], M, G), x[4], LEVELS)
+            o = read(s, expand_rows(x[1], M), LEVELS)
             s = round_state(s, state_ptr.dtype.element_ty)
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             tl.store(v_pool + (record + t) * V + rows, x[2].to(v_pool.dtype.element_ty))
