@@ -17,7 +17,8 @@ class SSMForward:
     """Receipt of one `prepare`, valid for one acceptance.
 
     layout: rows and slots of the round. offset [R] int32: accepted index (accepted length - 1) at the time of prepare,
-    where native and the convolution start reading. mode, config, state_key (static): what wrote it.
+    where native and the convolution start reading. mode, config, state_key (static): what wrote it. kernels: "eager", the
+    normative order of operations in PyTorch, or "triton", the kernels with the same bits.
     """
 
     layout: DecodeLayout
@@ -25,6 +26,11 @@ class SSMForward:
     mode: str
     config: KernelConfig
     state_key: str
+    kernels: str = "eager"
+
+    def launch(self) -> dict[str, int]:
+        """Arguments of a kernel launch."""
+        return dict(block_v=self.config.block_v, num_warps=self.config.num_warps)
 
 
 @dataclass(frozen=True, eq=False)

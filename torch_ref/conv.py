@@ -55,6 +55,11 @@ def conv_forward(
     _check(spec, row, x, weight, bias)
     check_receipt(spec, receipt, x.shape[0])
     layout, slots = receipt.layout, receipt.layout.slots.long()
+    if receipt.kernels == "triton":
+        from kernels_triton.conv import conv
+
+        where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
+        return state, conv(state.conv, *where, x.contiguous(), weight.contiguous(), bias, width=spec.width)
     columns = receipt.offset.long()[:, None] + torch.arange(spec.conv_width - 1, device=x.device)
     past = state.conv[row].transpose(1, 2)[slots[:, None], columns]  # [R, kw-1, C], oldest first
     fresh = to_windows(spec, layout, x)  # [R, W, C], zero beyond T_r

@@ -186,9 +186,16 @@ def check_inputs(spec: SSMSpec, inputs: LinearInputs) -> None:
             raise ValueError(f"inputs.{name}.dtype={x.dtype} is not allowed: act_dtype={spec.act_dtype!r} needs {act}")
 
 
-def prologue(spec: SSMSpec, inputs: LinearInputs) -> CoreInputs:
+def prologue(spec: SSMSpec, inputs: LinearInputs, kernels: str = "eager") -> CoreInputs:
     """Everything the core reads, from the raw inputs. beta is the fp32 sigmoid of the widened logit."""
     check_inputs(spec, inputs)
+    if kernels == "triton":
+        from kernels_triton import gates
+
+        x = inputs
+        raw = (y.contiguous() for y in (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias))
+        core = gates.prologue(*raw, scale=spec.scale, lower_bound=spec.lower_bound)
+        return CoreInputs(*core, k=x.k, v=x.v, q_raw=x.q)
     return CoreInputs(
         q=l2norm(inputs.q) * spec.scale,
         k_hat=l2norm(inputs.k),

@@ -6,6 +6,8 @@ Verbs that return the state change its tensors in place; checks come first, so a
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from torch_ref.acceptance import (
@@ -19,7 +21,7 @@ from torch_ref.acceptance import (
 )
 from torch_ref.conv import canonical_window, merge_windows
 from torch_ref.executors import compact, native, replay
-from torch_ref.gates import CoreInputs, LinearInputs, prologue
+from torch_ref.gates import CoreInputs, LinearInputs
 from torch_ref.layout import DecodeLayout
 from torch_ref.spec import KernelConfig, SSMSpec
 from torch_ref.state import ConvSSMState, check_row, slot_ids
@@ -30,20 +32,29 @@ MODES = {"native": native, "compact": compact, "replay": replay}
 
 
 def prepare(
-    spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: KernelConfig = KernelConfig()
+    spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: KernelConfig = KernelConfig(), *, kernels: str = "eager"
 ) -> tuple[ConvSSMState, SSMForward]:
     """Open a round: exactly once per forward, before the first layer.
 
     Native and compact: the state is unchanged. Replay: rows whose window does not fit into their history are folded
-    (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round. config
-    is carried by the receipt and changes nothing here: this package has one implementation. Raises ValueError when the
-    layout is on another device than the state.
+    (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round.
+    kernels: "eager" or "triton" (same bits; block_v and num_warps of config set its launches); the whole round uses it.
+    Raises ValueError when the layout is on another device than the state, and for kernels that cannot run there.
     """
+    check_kernels(state, kernels)
     if layout.slots.device != state.ssm.device:
         raise ValueError(f"layout is on {layout.slots.device}: this state needs it on {state.ssm.device}")
     state = MODES[spec.mode].prepare(spec, state, layout)
     offset = state.accepted[layout.slots.long()].clone()
-    return state, SSMForward(layout, offset, spec.mode, config, spec.state_key)
+    return state, SSMForward(layout, offset, spec.mode, config, spec.state_key, kernels)
+
+
+def check_kernels(state: ConvSSMState, kernels: str) -> None:
+    """Raise ValueError for an unknown implementation, and for Triton kernels away from a GPU; nothing falls back."""
+    if kernels not in ("eager", "triton"):
+        raise ValueError(f"kernels={kernels!r} is not allowed: 'eager' or 'triton'")
+    if kernels == "triton" and not state.ssm.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"kernels='triton' is not allowed on {state.ssm.device}: it needs a CUDA device")
 
 
 def forward(
@@ -54,7 +65,9 @@ def forward(
     Returns o [T, HV, V] in v's dtype, exactly zero in padding rows. Writes only what this round owns: native T_r state
     rows, compact T_r window records, replay T_r uncommitted records. Rows and layers are independent.
     """
-    return forward_core(spec, state, receipt, row, prologue(spec, inputs))
+    check_row(spec, row)
+    check_receipt(spec, receipt, inputs.k.shape[0])
+    return MODES[spec.mode].forward(spec, state, receipt, row, native.core_inputs(spec, receipt, inputs))
 
 
 def forward_core(

@@ -32,7 +32,14 @@ def put_records(spec: SSMSpec, layout: DecodeLayout, row: int, at: Tensor, pools
 
 def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, core: CoreInputs) -> tuple[ConvSSMState, Tensor]:
     """Verify: outputs o [T, HV, V] and T_r window records a request; the state is read and never written."""
-    layout, w, x = receipt.layout, native.window_inputs(spec, receipt, core), state.extra
+    layout, x = receipt.layout, state.extra
+    if receipt.kernels == "triton":
+        from kernels_triton import decode
+
+        *inputs, k = (y.contiguous() for y in (core.q, core.k_hat, core.v, core.decay, core.beta, core.k))
+        pools, where = (x.k, x.v, x.decay, x.beta), (row, layout.slots, layout.verify_len, layout.cu)
+        return state, decode.compact(state.ssm, pools, *where, inputs, k, width=spec.width, **receipt.launch())
+    w = native.window_inputs(spec, receipt, core)
     o, _ = native.run_window(spec, state.ssm[row, layout.slots.long()].float(), w)
     at = torch.arange(spec.width, device=o.device).expand(layout.slots.shape[0], spec.width)
     put_records(spec, layout, row, at, (x.k, x.v, x.decay, x.beta), (w.k, w.v, w.decay, w.beta))
@@ -42,6 +49,12 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, c
 def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     """Re-run the accepted prefix of every request in every layer, rounding to ssm_dtype after every token."""
     x = state.extra
+    if pairs[0][0].kernels == "triton":
+        from kernels_triton.commit import commit
+
+        slots, lengths = (torch.cat([pair[i] for pair in pairs]).int() for i in (2, 3))
+        commit(state.ssm, x.k, x.v, x.decay, x.beta, slots, lengths, **pairs[0][0].launch())
+        return state
     for _, _, slots, lengths in pairs:
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
             k = expand_heads(x.k[:, slot], spec.v_heads, 1)

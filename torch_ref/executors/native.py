@@ -8,7 +8,7 @@ import torch
 
 from torch_ref.acceptance import SSMForward
 from torch_ref.executors.recurrence import expand_heads, read, round_state, step
-from torch_ref.gates import CoreInputs
+from torch_ref.gates import CoreInputs, LinearInputs, check_inputs, prologue
 from torch_ref.layout import DecodeLayout, in_window, to_rows, to_windows
 from torch_ref.spec import SSMSpec
 from torch_ref.state import ConvSSMState
@@ -43,8 +43,20 @@ def run_window(spec: SSMSpec, s: Tensor, w: CoreInputs) -> tuple[Tensor, list[Te
     return torch.stack(outputs, dim=1), states
 
 
-def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, core: CoreInputs) -> tuple[ConvSSMState, Tensor]:
+def core_inputs(spec: SSMSpec, receipt: SSMForward, inputs: LinearInputs) -> CoreInputs | LinearInputs:
+    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts."""
+    if receipt.kernels == "triton" and spec.mode == "native" and spec.rule == "gdn" and spec.width == 1:
+        check_inputs(spec, inputs)
+        return inputs
+    return prologue(spec, inputs, receipt.kernels)
+
+
+def forward(
+    spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, core: CoreInputs | LinearInputs
+) -> tuple[ConvSSMState, Tensor]:
     """Verify T_r tokens of each request: writes state rows slot * W + t, t < T_r, and returns o [T, HV, V]."""
+    if receipt.kernels == "triton":
+        return _forward_kernel(spec, state, receipt, row, core)
     layout, w = receipt.layout, window_inputs(spec, receipt, core)
     first = layout.slots.long() * spec.width
     s = state.ssm[row, first + receipt.offset.long()].float()
@@ -54,6 +66,19 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, c
         live = real[:, t]
         state.ssm[row, first[live] + t] = states[t][live].to(state.ssm.dtype)
     return state, to_rows(layout, o.to(core.v.dtype))
+
+
+def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, x) -> tuple[ConvSSMState, Tensor]:
+    from kernels_triton import decode
+
+    layout = receipt.layout
+    if isinstance(x, CoreInputs):
+        inputs = (x.q, x.k_hat, x.v, x.decay, x.beta)
+    else:
+        inputs = (x.q, x.k, x.v, x.a, x.b, x.A_log, x.dt_bias)
+    inputs = tuple(x.contiguous() for x in inputs)
+    where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
+    return state, decode.native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **receipt.launch())
 
 
 def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
