@@ -13,7 +13,7 @@ from jax_ssm.acceptance import SSMForward, check_receipt
 from jax_ssm.gates import round_to, sigmoid, store
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
+from jax_ssm.state import ConvSSMState, drop_index, dtype, put, read_index, take, take_slice
 
 Array = jax.Array
 
@@ -31,7 +31,7 @@ def _convolve(x: Array, weight: Array, bias: Array | None, out_len: int) -> Arra
 
 def _past(spec: SSMSpec, state: ConvSSMState, row, slots: Array, offset: Array) -> Array:
     """[N, kw-1, C] fp32: the last accepted inputs of each slot, oldest first."""
-    window = state.conv[row, slots]  # [N, C, window]
+    window = take(state.conv, (row, slots))  # [N, C, window]
     columns = offset[:, None] + jnp.arange(spec.conv_width - 1)
     return jnp.take_along_axis(window, columns[:, None, :], axis=2).astype(jnp.float32).swapaxes(1, 2)
 
@@ -55,6 +55,12 @@ def conv_forward(
     check_receipt(spec, receipt, row, x.shape[0])
     check_channels(spec, x, weight)
     layout, act = receipt.layout, x.dtype
+    if receipt.config.implementation == "pallas":
+        from kernels_pallas.conv import conv
+
+        where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
+        y, pool = conv(state.conv, *where, x, weight, bias, width=spec.width)
+        return state.replace(conv=pool), y
     slots = read_index(spec, layout.slots)
     past = _past(spec, state, row, slots, receipt.offset)
     fresh = round_to(to_windows(spec, layout, x), act)  # [R, W, C]
@@ -62,7 +68,7 @@ def conv_forward(
     kept = jnp.where(in_window(layout, spec.width)[..., None], fresh, 0.0)
     window = jnp.concatenate([past[:, 1:], kept], axis=1).swapaxes(1, 2).astype(state.conv.dtype)
     target = drop_index(spec, layout.slots, layout.verify_len > 0)
-    conv = state.conv.at[row, target].set(window, mode="drop")
+    conv = put(state.conv, (row, target), window)
     return state.replace(conv=conv), to_rows(layout, store(y, act))
 
 
@@ -90,7 +96,7 @@ def conv_prefill(
     last = jnp.take_along_axis(full, (lengths[:, None] + jnp.arange(spec.conv_width - 1))[..., None], axis=1)
     window = jnp.pad(last, ((0, 0), (0, spec.width - 1), (0, 0))).swapaxes(1, 2).astype(state.conv.dtype)
     target = drop_index(spec, slots, lengths > 0)
-    return state.replace(conv=state.conv.at[row, target].set(window, mode="drop")), store(y, act)
+    return state.replace(conv=put(state.conv, (row, target), window)), store(y, act)
 
 
 def conv_sequence(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -102,13 +108,13 @@ def conv_sequence(x: Array, weight: Array, bias: Array | None = None) -> Array:
 def canonical_window(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
     """[layers, C, kw-1]: the accepted window of one slot."""
     shape = (spec.layers, 1, spec.channels, spec.conv_width - 1)
-    return jax.lax.dynamic_slice(state.conv, (0, slot, 0, state.accepted[slot]), shape)[:, 0]
+    return take_slice(state.conv, (0, slot, 0, state.accepted[slot]), shape)[:, 0]
 
 
 def merge_windows(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
     """Move the accepted window of each slot to offset 0; the columns after it become zero."""
     source = read_index(spec, slots)
     columns = state.accepted[source][:, None] + jnp.arange(spec.conv_width - 1)
-    window = jnp.take_along_axis(state.conv[:, source], columns[None, :, None, :], axis=3)
+    window = jnp.take_along_axis(take(state.conv, (slice(None), source)), columns[None, :, None, :], axis=3)
     window = jnp.pad(window, ((0, 0), (0, 0), (0, 0), (0, spec.width - 1)))
-    return state.replace(conv=state.conv.at[:, drop_index(spec, slots)].set(window, mode="drop"))
+    return state.replace(conv=put(state.conv, (slice(None), drop_index(spec, slots)), window))

@@ -15,7 +15,7 @@ from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
 from jax_ssm.spec import KernelConfig, SSMSpec, page_bytes
-from jax_ssm.state import ConvSSMState, check_slots, concrete, dtype, map_slots, pytree
+from jax_ssm.state import ConvSSMState, check_slots, concrete, dtype, map_slots, put_slice, pytree, take, take_slice
 
 __all__ = ["Pages", "init_pages", "export_into", "restore", "page_bytes"]
 
@@ -75,17 +75,16 @@ def export_into(
         return jnp.where(live, slot, 0), jnp.where(live, page, 0), live
 
     def write(pool, value, page):
-        return lax.dynamic_update_slice(pool, value[None], (page,) + (0,) * (pool.ndim - 1))
+        return put_slice(pool, value[None], (page,) + (0,) * (pool.ndim - 1))
 
     def one(i, pages):
         slot, page, live = where(i)
-        tied, _ = lax.optimization_barrier((state, i))  # see _fold_rows
 
         def copy(pages):
-            pages = pages.replace(conv=write(pages.conv, canonical_window(spec, tied, slot), page))
+            pages = pages.replace(conv=write(pages.conv, canonical_window(spec, state, slot), page))
             if by_kernel or spec.mode == "replay":
                 return pages
-            return pages.replace(ssm=write(pages.ssm, MODES[spec.mode].materialize(spec, tied, slot), page))
+            return pages.replace(ssm=write(pages.ssm, MODES[spec.mode].materialize(spec, state, slot), page))
 
         return lax.cond(live, copy, lambda pages: pages, pages)
 
@@ -110,8 +109,6 @@ def _fold_rows(spec: SSMSpec, state: ConvSSMState, ssm: Array, n: Array, where) 
     def body(carry):
         # one loop over (tile, record): i counts tiles of all requests, t the records of a tile
         i, t, s, ssm = carry
-        # tied to the loop counter, or XLA hoists widened copies of whole bf16 pools out of the loop
-        pool, k, v, decay, beta, _ = lax.optimization_barrier((state.ssm, h.k, h.v, h.decay, h.beta, t))
         slot, page, live = where(i // tiles)
         layer, head, v0 = jnp.unravel_index(i % tiles, sizes)
         v0 = v0 * rows
@@ -119,15 +116,15 @@ def _fold_rows(spec: SSMSpec, state: ConvSSMState, ssm: Array, n: Array, where) 
 
         def record(pool, head, size, last=0):
             full = (layer, slot, head, phase * spec.history + t, last)[: pool.ndim]
-            return lax.dynamic_slice(pool, full, (1, 1, 1, 1, size)[: pool.ndim]).reshape(size).astype(jnp.float32)
+            return take_slice(pool, full, (1, 1, 1, 1, size)[: pool.ndim]).reshape(size).astype(jnp.float32)
 
-        start = lax.dynamic_slice(pool, (layer, slot, head, v0, 0), (1, 1, 1, rows, spec.k_dim))
+        start = take_slice(state.ssm, (layer, slot, head, v0, 0), (1, 1, 1, rows, spec.k_dim))
         s = jnp.where(t == 0, start.reshape(rows, spec.k_dim).astype(jnp.float32), s)
-        k_hat = l2norm(record(k, head // group, spec.k_dim))
-        new, _ = step(s, k_hat, record(v, head, rows, v0), record(decay, head, spec.gates), record(beta, head, 1)[0])
+        k_hat = l2norm(record(h.k, head // group, spec.k_dim))
+        new, _ = step(s, k_hat, record(h.v, head, rows, v0), record(h.decay, head, spec.gates), record(h.beta, head, 1)[0])
         s = jnp.where(t < records, new, s)
         tile = store(s, ssm.dtype)[None, None, None]
-        write = lambda x: lax.dynamic_update_slice(x, tile, (page, layer, head, v0, 0))  # noqa: E731
+        write = lambda x: put_slice(x, tile, (page, layer, head, v0, 0))  # noqa: E731
         ssm = lax.cond(live, write, lambda x: x, ssm)
         done = t + 1 >= records
         return jnp.where(done, i + 1, i), jnp.where(done, 0, t + 1), s, ssm
@@ -163,13 +160,12 @@ def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, s
 def _restore_one(spec: SSMSpec, state: ConvSSMState, pages: Pages, page: Array, slot: Array) -> ConvSSMState:
     def zero(x, axis, rows):
         shape = x.shape[:axis] + (rows,) + x.shape[axis + 1 :]
-        return lax.dynamic_update_slice_in_dim(x, jnp.zeros(shape, x.dtype), slot * rows, axis)
+        return put_slice(x, jnp.zeros(shape, x.dtype), (0,) * axis + (slot * rows,) + (0,) * (x.ndim - axis - 1))
 
     state = map_slots(spec, state, zero)
-    ssm = lax.dynamic_index_in_dim(pages.ssm, page, keepdims=False)[:, None]
-    conv = lax.dynamic_index_in_dim(pages.conv, page, keepdims=False)[:, None]
+    ssm, conv = (take(pool, (page,))[:, None] for pool in (pages.ssm, pages.conv))
     row = slot * spec.rows_per_slot
     return state.replace(
-        ssm=lax.dynamic_update_slice(state.ssm, ssm, (0, row, 0, 0, 0)),
-        conv=lax.dynamic_update_slice(state.conv, conv, (0, slot, 0, 0)),
+        ssm=put_slice(state.ssm, ssm, (0, row, 0, 0, 0)),
+        conv=put_slice(state.conv, conv, (0, slot, 0, 0)),
     )

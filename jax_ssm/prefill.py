@@ -14,7 +14,7 @@ from jax import lax
 from jax_ssm.executors.recurrence import expand_heads
 from jax_ssm.gates import CoreInputs, LinearInputs, prologue, store
 from jax_ssm.spec import SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, read_index
+from jax_ssm.state import ConvSSMState, drop_index, put, read_index, take
 
 Array = jax.Array
 
@@ -31,9 +31,9 @@ def prefill(
     change nothing.
     """
     rows = read_index(spec, slots) * spec.rows_per_slot
-    s, o = prefill_core(spec, state.ssm[row, rows].astype(jnp.float32), lengths, prologue(spec, inputs))
+    s, o = prefill_core(spec, take(state.ssm, (row, rows)).astype(jnp.float32), lengths, prologue(spec, inputs))
     target = drop_index(spec, slots, lengths > 0) * spec.rows_per_slot
-    return state.replace(ssm=state.ssm.at[row, target].set(store(s, state.ssm.dtype), mode="drop")), o
+    return state.replace(ssm=put(state.ssm, (row, target), store(s, state.ssm.dtype))), o
 
 
 def prefill_core(spec: SSMSpec, s: Array, lengths: Array, core: CoreInputs) -> tuple[Array, Array]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ssm.spec import SSMSpec, state_bytes
 
@@ -144,6 +145,69 @@ def read_index(spec: SSMSpec, slots: Array) -> Array:
     return jnp.where((slots >= 0) & (slots < spec.hold), slots, spec.hold).astype(jnp.int32)
 
 
+def _bits(x: Array) -> Array:
+    """bf16 as its bits in uint16, anything else as it is.
+
+    Pools are read and written as bits: around a bf16 gather, scatter or slice update XLA for CPUs converts the whole
+    pool to fp32 and back.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _values(x: Array, like: Array) -> Array:
+    return lax.bitcast_convert_type(x, like.dtype) if x.dtype != like.dtype else x
+
+
+def _tied(pool: Array, index):
+    """`pool` made to depend on `index`, or a loop that reads it would begin with a copy of all its bits."""
+    if pool.dtype != jnp.bfloat16:
+        return pool
+    return lax.optimization_barrier((pool, [jnp.asarray(x) for x in index if not isinstance(x, slice)]))[0]
+
+
+def take(pool: Array, index: tuple) -> Array:
+    """pool[index]."""
+    return _values(_bits(_tied(pool, index))[index], pool)
+
+
+def put(pool: Array, index: tuple, value: Array) -> Array:
+    """`pool` with pool[index] = value in the pool's dtype. index: one integer or array [..] per leading axis, or a full
+    slice; value has the axes of the arrays in front, or after the slice that precedes them. Positions with an index past
+    the end are dropped.
+    """
+    value = value.astype(pool.dtype)
+    if pool.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
+        return pool.at[index].set(value, mode="drop")
+    # XLA for CPUs runs a scatter as such a loop anyway, but copies the pool when its values are not bits
+    fixed = [isinstance(x, slice) for x in index]
+    arrays = jnp.broadcast_arrays(*(jnp.asarray(x) for x in index if not isinstance(x, slice)))
+    axes = arrays[0].ndim
+    value = jnp.moveaxis(value, 1, 0) if fixed[0] and value.ndim else value
+    shape = [n if i >= len(index) or fixed[i] else 1 for i, n in enumerate(pool.shape)]
+    value = jnp.broadcast_to(value, arrays[0].shape + tuple(value.shape[axes:])).reshape((-1, *value.shape[axes:]))
+    flat = [x.reshape(-1) for x in arrays]
+    bounds = [n for i, n in enumerate(pool.shape[: len(index)]) if not fixed[i]]
+
+    def one(i, pool):
+        at = [x[i] for x in flat]
+        inside = jnp.all(jnp.stack([x < n for x, n in zip(at, bounds, strict=True)]))
+        start = [0 if i >= len(index) or fixed[i] else at.pop(0) for i in range(pool.ndim)]
+        new = jnp.broadcast_to(value[i], shape) if value.ndim == 1 else value[i].reshape(shape)
+        return lax.cond(inside, lambda pool: put_slice(pool, new, start), lambda pool: pool, pool)
+
+    return lax.fori_loop(0, flat[0].size, one, pool)
+
+
+def take_slice(pool: Array, start, sizes) -> Array:
+    """`lax.dynamic_slice` of a pool."""
+    return _values(lax.dynamic_slice(_bits(_tied(pool, start)), start, sizes), pool)
+
+
+def put_slice(pool: Array, value: Array, start) -> Array:
+    """`lax.dynamic_update_slice` of a pool."""
+    return _values(lax.dynamic_update_slice(_bits(pool), _bits(value), start), pool)
+
+
 def map_slots(spec: SSMSpec, state: ConvSSMState, fn) -> ConvSSMState:
     """Apply `fn(leaf, slot_axis, rows_per_slot)` to every leaf; the one place that knows where slot axes are."""
 
@@ -166,6 +230,6 @@ def clear(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
 
     def zero(x, axis, rows):
         at = (index[:, None] * rows + jnp.arange(rows)).reshape(-1)
-        return x.at[(slice(None),) * axis + (at,)].set(jnp.zeros((), x.dtype), mode="drop")
+        return put(x, (slice(None),) * axis + (at,), jnp.zeros((), x.dtype))
 
     return map_slots(spec, state, zero)

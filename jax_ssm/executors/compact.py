@@ -12,7 +12,7 @@ from jax_ssm.executors.recurrence import expand_heads, replay
 from jax_ssm.gates import CoreInputs, store
 from jax_ssm.layout import in_window, to_rows
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import CompactWindow, ConvSSMState, drop_index, dtype, read_index
+from jax_ssm.state import CompactWindow, ConvSSMState, drop_index, dtype, put, read_index, take
 
 Array = jax.Array
 
@@ -25,7 +25,7 @@ def put_records(spec: SSMSpec, layout, row, at: Array, pools, values):
     Positions beyond a verify length and padding rows are dropped.
     """
     slots = drop_index(spec, layout.slots[:, None], in_window(layout, spec.width))
-    return [pool.at[row, slots, :, at].set(x.astype(pool.dtype), mode="drop") for pool, x in zip(pools, values, strict=True)]
+    return [put(pool, (row, slots, slice(None), at), x) for pool, x in zip(pools, values, strict=True)]
 
 
 def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
@@ -33,7 +33,7 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: 
     if receipt.config.implementation == "pallas":
         return _forward_kernel(spec, state, receipt, row, core)
     layout, w = receipt.layout, native.window_inputs(spec, receipt, core)
-    s = state.ssm[row, read_index(spec, layout.slots)].astype(jnp.float32)
+    s = take(state.ssm, (row, read_index(spec, layout.slots))).astype(jnp.float32)
     o, _ = native.run_window(spec, s, w, None, lambda t, s, carry: carry)
     at = jnp.broadcast_to(jnp.arange(spec.width), (layout.slots.shape[0], spec.width))
     x = state.extra
@@ -65,11 +65,11 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     source, target = read_index(spec, slots), drop_index(spec, slots, lengths > 0)
 
     def layer(row, ssm):
-        x = jax.tree.map(lambda pool: pool[row, source], state.extra)
+        x = jax.tree.map(lambda pool: take(pool, (row, source)), state.extra)
         k = expand_heads(x.k, spec.v_heads, 1)
-        s = ssm[row, source].astype(jnp.float32)
+        s = take(ssm, (row, source)).astype(jnp.float32)
         s = replay(s, k, x.v, x.decay, x.beta, lengths[:, None], dtype(spec.ssm_dtype), round_each=True)
-        return ssm.at[row, target].set(s.astype(ssm.dtype), mode="drop")
+        return put(ssm, (row, target), s)
 
     return state.replace(ssm=lax.fori_loop(0, spec.layers, layer, state.ssm))
 
@@ -81,4 +81,4 @@ def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig
 
 def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
     """Canonical state [layers, HV, V, K] of one slot in ssm_dtype."""
-    return state.ssm[:, slot]
+    return take(state.ssm, (slice(None), slot))

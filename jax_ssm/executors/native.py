@@ -11,7 +11,7 @@ from jax_ssm.executors.recurrence import expand_heads, read, step
 from jax_ssm.gates import CoreInputs, LinearInputs, check_inputs, prologue, round_to, store
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
+from jax_ssm.state import ConvSSMState, drop_index, dtype, put, read_index, take
 
 Array = jax.Array
 
@@ -73,9 +73,9 @@ def forward(
 
     def snapshot(t, s, ssm):
         target = drop_index(spec, layout.slots, real[:, t]) * spec.width + t
-        return ssm.at[row, target].set(s.astype(ssm.dtype), mode="drop")
+        return put(ssm, (row, target), s)
 
-    o, ssm = run_window(spec, state.ssm[row, source].astype(jnp.float32), w, state.ssm, snapshot)
+    o, ssm = run_window(spec, take(state.ssm, (row, source)).astype(jnp.float32), w, state.ssm, snapshot)
     return state.replace(ssm=ssm), to_rows(layout, store(o, w.v.dtype))
 
 
@@ -101,10 +101,10 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
 def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
     """Move the accepted row of each slot to row 0."""
     source = read_index(spec, slots)
-    rows = state.ssm[:, source * spec.width + state.accepted[source]]
-    return state.replace(ssm=state.ssm.at[:, drop_index(spec, slots) * spec.width].set(rows, mode="drop"))
+    rows = take(state.ssm, (slice(None), source * spec.width + state.accepted[source]))
+    return state.replace(ssm=put(state.ssm, (slice(None), drop_index(spec, slots) * spec.width), rows))
 
 
 def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
     """Canonical state [layers, HV, V, K] of one slot in ssm_dtype: its accepted row."""
-    return state.ssm[:, slot * spec.width + state.accepted[slot]]
+    return take(state.ssm, (slice(None), slot * spec.width + state.accepted[slot]))

@@ -20,7 +20,7 @@ from jax_ssm.executors.recurrence import expand_heads, read, replay
 from jax_ssm.gates import CoreInputs, LinearInputs, l2norm, store
 from jax_ssm.layout import DecodeLayout, to_rows
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, dtype, read_index
+from jax_ssm.state import ConvSSMState, drop_index, dtype, put_slice, read_index, take, take_slice
 
 Array = jax.Array
 
@@ -71,7 +71,7 @@ def fold_slots(spec: SSMSpec, state: ConvSSMState, slots: Array, fold: Array, cu
         ssm, now = carry
         slot = source[order[i]]
         s = materialize(spec, state.replace(ssm=ssm), slot)
-        ssm = lax.dynamic_update_slice(ssm, s[:, None], (0, slot, 0, 0, 0))
+        ssm = put_slice(ssm, s[:, None], (0, slot, 0, 0, 0))
         return ssm, now.at[slot].set(cursor[order[i]])
 
     ssm, now = lax.fori_loop(0, jnp.sum(fold), one, (state.ssm, state.extra.cursor))
@@ -82,14 +82,17 @@ def materialize(spec: SSMSpec, state: ConvSSMState, slot: Array) -> Array:
     """Canonical state [layers, HV, V, K] of one slot in ssm_dtype: its checkpoint advanced by its live raw records."""
     h = state.extra
     n, phase = live(spec, h.cursor[slot])
-    k, v, decay, beta = (_half(spec, pool[:, slot], phase, axis=2) for pool in (h.k, h.v, h.decay, h.beta))
-    s = state.ssm[:, slot].astype(jnp.float32)
+    k, v, decay, beta = (_half(spec, pool, slot, phase) for pool in (h.k, h.v, h.decay, h.beta))
+    s = take(state.ssm, (slice(None), slot)).astype(jnp.float32)
     s = replay(s, expand_heads(k, spec.v_heads, 1), v, decay, beta, n, dtype(spec.ssm_dtype), round_each=False)
     return s.astype(state.ssm.dtype)
 
 
-def _half(spec: SSMSpec, x: Array, phase: Array, axis: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, phase * spec.history, spec.history, axis=axis)
+def _half(spec: SSMSpec, pool: Array, slot: Array, phase: Array) -> Array:
+    """The live half of one slot, all layers: [layers, heads, L, ..]."""
+    start = (0, slot, 0, phase * spec.history, 0)[: pool.ndim]
+    sizes = (pool.shape[0], 1, pool.shape[2], spec.history, *pool.shape[4:])
+    return take_slice(pool, start, sizes)[:, 0]
 
 
 def forward(
@@ -113,12 +116,12 @@ def forward(
     at = (phase[:, None] * spec.history + position)[:, None, :]
 
     def records(pool, fill):
-        x = pool[row, slots[:, None, None], jnp.arange(pool.shape[2])[:, None], at]
+        x = take(pool, (row, slots[:, None, None], jnp.arange(pool.shape[2])[:, None], at))
         return jnp.where(used, x.astype(jnp.float32), fill)
 
     keys = expand_heads(l2norm(records(k, 0)), spec.v_heads, 1)  # [R, HV, L, K]
     after, whole = _products_after(records(decay, 1))
-    s = state.ssm[row, slots].astype(jnp.float32)
+    s = take(state.ssm, (row, slots)).astype(jnp.float32)
     o, d = _window(spec, s, keys * after, records(h.d, 0), whole, w)
     (d,) = put_records(spec, layout, row, write, (h.d,), (d,))
     history = h.replace(k=k, v=v, d=d, decay=decay, beta=beta)
