@@ -137,3 +137,70 @@ class Round:
 def assert_same_bits(arrays) -> None:
     wrong = {name: different(a, b) for name, (a, b) in arrays.items()}
     assert not any(wrong.values()), {name: n for name, n in wrong.items() if n}
+
+
+# ------------------------------------------------------------------------------------- all three on one device
+
+
+def random_inputs(spec: SSMSpec, tokens: int, g: torch.Generator, device: str) -> torch_ref.LinearInputs:
+    act = ACT[spec.act_dtype]
+
+    def normal(*shape, dtype=act):
+        return torch.randn(shape, generator=g).to(dtype).to(device)
+
+    shapes = (spec.q_heads, spec.k_dim), (spec.k_heads, spec.k_dim), (spec.v_heads, spec.v_dim)
+    gates = spec.v_heads * spec.gates
+    q, k, v = (normal(tokens, *shape) for shape in shapes)
+    parameters = normal(spec.v_heads, dtype=torch.float32), normal(gates, dtype=torch.float32)
+    return torch_ref.LinearInputs(q, k, v, normal(tokens, gates), normal(tokens, spec.v_heads), *parameters)
+
+
+def three_ways(spec: SSMSpec, rounds, device: str = "cuda", **config):
+    """Rounds from raw inputs, convolution and prologue included, in PyTorch eager, Triton and Pallas.
+
+    rounds: lists of (slot, tokens, accepted). Returns {name: (eager, triton, pallas)} of all outputs and the last state.
+    """
+    g = torch.Generator().manual_seed(3)
+    config = KernelConfig("pallas", **config)
+    states = [torch_ref.init_state(spec, device) for _ in range(2)]
+    other, arrays = jax_state(states[0]), {}
+    step = jax.jit(jax_step, static_argnums=0)
+    for number, windows in enumerate(rounds):
+        ids = torch.tensor([slot for slot, n, _ in windows for _ in range(n)] + [spec.hold], dtype=torch.int32)
+        at = torch.tensor([t for _, n, _ in windows for t in range(n)] + [0], dtype=torch.int32)
+        layout = torch_ref.build_layout(spec, ids.to(device), at.to(device))
+        lengths = torch.tensor([a for _, _, a in windows] + [0] * (len(layout.slots) - len(windows)), dtype=torch.int32)
+        receipts = [
+            torch_ref.prepare(spec, s, layout, config, kernels=kind)[1]
+            for s, kind in zip(states, ("eager", "triton"), strict=True)
+        ]
+        jax_layout = jax_ssm.build_layout(spec, to_jax(ids), to_jax(at))
+        other, jax_receipt = jax_ssm.prepare(spec, other, jax_layout, config)
+        for row in range(spec.layers):
+            x = torch.randn(len(ids), spec.channels, generator=g).to(ACT[spec.act_dtype]).to(device)
+            weight = torch.randn(spec.channels, spec.conv_width, generator=g).to(device)
+            inputs = random_inputs(spec, len(ids), g, device)
+            results = []
+            for s, receipt in zip(states, receipts, strict=True):
+                y = torch_ref.conv_forward(spec, s, receipt, row, x, weight)[1]
+                results.append((y, torch_ref.forward(spec, s, receipt, row, inputs)[1]))
+            jax_inputs = jax_ssm.LinearInputs(**{name: to_jax(v) for name, v in vars(inputs).items()})
+            other, *jax_results = step(spec, other, jax_receipt, jnp.int32(row), to_jax(x), to_jax(weight), jax_inputs)
+            for i, name in enumerate("yo"):
+                arrays[f"{name}{number}.{row}"] = (*(r[i] for r in results), jax_results[i])
+        for s, receipt in zip(states, receipts, strict=True):
+            torch_ref.accept(spec, s, torch_ref.StateAcceptance((receipt,), lengths.to(device)))
+        other = jax_ssm.accept(spec, other, jax_ssm.StateAcceptance((jax_receipt,), to_jax(lengths)))
+    named = [leaves(states[0]), leaves(states[1]), jax_leaves(other)]
+    return arrays | {name: tuple(x[name] for x in named) for name in named[0]}
+
+
+def jax_step(spec: SSMSpec, state, receipt, row, x, weight, inputs):
+    state, y = jax_ssm.conv_forward(spec, state, receipt, row, x, weight)
+    state, o = jax_ssm.forward(spec, state, receipt, row, inputs)
+    return state, y, o
+
+
+def assert_three_same(arrays) -> None:
+    wrong = {name: (different(a, b), different(a, c)) for name, (a, b, c) in arrays.items()}
+    assert not any(map(any, wrong.values())), {name: n for name, n in wrong.items() if any(n)}
