@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt (default: 256)")
     every = [f"{mode}:{width}" for mode, width in RUNS]
     parser.add_argument("--runs", nargs="+", choices=every, default=every, metavar="MODE:W", help="which runs (default: all)")
+    parser.add_argument("--implementation", default="auto", help="backend of the linear layers (default: auto)")
     parser.add_argument("--act", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"], help="activation dtypes")
 
 
@@ -43,7 +44,9 @@ def run(args: argparse.Namespace) -> dict:
         model, reference = load(args.model, act), None
         for mode, width in (run for run in RUNS if f"{run[0]}:{run[1]}" in args.runs):
             record.say(f"{act} {mode} W={width}")
-            generator = Generator(model, mode=mode, width=width, act_dtype=act, max_requests=len(prompts))
+            generator = Generator(
+                model, mode=mode, width=width, act_dtype=act, max_requests=len(prompts), implementation=args.implementation
+            )
             made = generator.generate(prompts, max_new_tokens=args.tokens, ignore_eos=True)
             tokens = [result["token_ids"] for result in made["results"]]
             if reference is None:
@@ -70,7 +73,7 @@ def run(args: argparse.Namespace) -> dict:
                     "compilations": made["compilations"]["total"],
                 }
             )
-    return {"ok": bool(ok), "tokens_per_prompt": args.tokens, "cells": cells}
+    return {"ok": bool(ok), "implementation": args.implementation, "tokens_per_prompt": args.tokens, "cells": cells}
 
 
 def split(model, a: list[int], b: list[int]) -> dict:
