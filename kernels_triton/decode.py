@@ -29,10 +29,16 @@ SIZES = (16, 32, 64, 128, 256)
 
 
 @triton.jit
+def norm_of(x, LEVELS: tl.constexpr):
+    """Scalar inverse norm of a vector x [K]; LEVELS by the dtype that it is stored in."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(row_sums((x * x)[None, :], LEVELS), axis=0) + L2NORM_EPS)
+
+
+@triton.jit
 def vector_norm(ptr, K: tl.constexpr, LEVELS: tl.constexpr):
     """Scalar inverse norm of the row ptr + 0..K; LEVELS by the dtype behind `ptr`."""
-    x = tl.load(ptr + tl.arange(0, K)).to(tl.float32)
-    return tl.rsqrt(tl.sum(row_sums((x * x)[None, :], LEVELS), axis=0) + L2NORM_EPS)
+    return norm_of(tl.load(ptr + tl.arange(0, K)), LEVELS)
 
 
 @triton.jit

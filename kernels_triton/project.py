@@ -1,8 +1,8 @@
 """Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
 
 The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
-launches: `coefficients`, one program per (request, key head) or, in KDA, per (request, head, block of records), and
-`outputs`, one program per (V block, value head, request). The state is read once and not written.
+launches: `coefficients`, one program per (request, key head, block of records), and `outputs`, one program per (V block,
+value head, request). The state is read once and not written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from kernels_triton.recurrence import (
 )
 
 RECORD_LEVELS = tl.constexpr(2)
-KDA_BLOCK = tl.constexpr(4)  # records of one program of KDA's pre-kernel
+ROWS = 8  # records of one program of a pre-kernel
+STEP = tl.constexpr(4)  # records whose decays are in flight at a time
 UNROLL = tl.constexpr(8)  # windows up to this width are unrolled
 
 
@@ -91,34 +92,34 @@ def _gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr, RAW
 def _gdn_token(
     t, passed, passed_0, keys, norms, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
     decay_out, beta_out, first, tokens, n, v_head, inside,
-    W: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    block, M: tl.constexpr, W: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Coefficients, k^, q^ and the records decay, beta of token t; returns the decay products up to t."""
-    j, later = tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
+    j, later, writes = tl.arange(0, M)[:, None], block * M + tl.arange(0, M)[None, :], block == 0
     real, row = t < tokens, first + tl.minimum(t, tokens - 1)
     a, beta = _gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + t, v_head, inside & real, HV, RAW)
     passed = passed * tl.where(later < n + t, a, 1.0)
     passed_0 = passed_0 * a
 
-    x = load_row_pieces(k_ptr + row * (KH * K), L, K, LEVELS, WARPS)
+    x = load_row_pieces(k_ptr + row * (KH * K), M, K, LEVELS, WARPS)
     norm = inverse_norm(x, LEVELS)
     gram = (read(keys, x, LEVELS) * norms) * norm
     x = times(x, (norm[:, None],))
     tl.store(coef_ptr + (v_head * (2 * W) + 2 * t) * L + later, passed * gram[None, :], mask=inside)
-    store_pieces(x_ptr + 2 * t * K, j, 0, x, j == 0, K, LEVELS, "")
+    store_pieces(x_ptr + 2 * t * K, j, 0, x, (j == 0) & writes, K, LEVELS, "")
 
-    x = load_row_pieces(q_ptr + row * (H * K), L, K, LEVELS, WARPS)
+    x = load_row_pieces(q_ptr + row * (H * K), M, K, LEVELS, WARPS)
     norm = inverse_norm(x, LEVELS)
     gram = ((read(keys, x, LEVELS) * norms) * norm) * SCALE
     x = times(times(x, (norm[:, None],)), (SCALE,))
     tl.store(coef_ptr + (v_head * (2 * W) + 2 * t + 1) * L + later, passed * gram[None, :], mask=inside)
-    store_pieces(x_ptr + (2 * t + 1) * K, j, 0, x, j == 0, K, LEVELS, "")
+    store_pieces(x_ptr + (2 * t + 1) * K, j, 0, x, (j == 0) & writes, K, LEVELS, "")
 
-    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t, passed_0, mask=inside)
-    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t + 1, beta, mask=inside)
-    tl.store(decay_out + v_head * (2 * L) + t, a, mask=inside & real)
-    tl.store(beta_out + v_head * (2 * L) + t, beta, mask=inside & real)
+    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t, passed_0, mask=inside & writes)
+    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t + 1, beta, mask=inside & writes)
+    tl.store(decay_out + v_head * (2 * L) + t, a, mask=inside & real & writes)
+    tl.store(beta_out + v_head * (2 * L) + t, beta, mask=inside & real & writes)
     return passed, passed_0
 
 
@@ -126,28 +127,29 @@ def _gdn_token(
 def _gdn_kernel(
     slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, k_pool, decay_pool, beta_pool,
     x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, KH: tl.constexpr,
-    HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, MEMBERS: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
-    RAW: tl.constexpr, SCALE: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, MEMBERS: tl.constexpr, LEVELS: tl.constexpr,
+    WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 of GDN for one request and key head: k^, q^, c_jt, P(0->t) and the records k, decay, beta."""
-    head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Steps 1 and 2 of GDN for M records of one request and key head: c_jt; the first block also k^, q^, P(0->t) and the
+    records decay, beta. A record k is written by the block that it belongs to."""
+    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
-    if tokens > 0:
+    if (tokens > 0) & (block * M < n + tokens):
         row, key_head, GROUP = layer * S + slot, head // (HEADS // KH), HV // HEADS
         key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
-        j = tl.arange(0, L)[:, None]
+        j = block * M + tl.arange(0, M)[:, None]
         keys = _window_keys(key_at, k_ptr + (first * KH + key_head) * K, j, n, tokens, KH, K, LEVELS)
         norms = inverse_norm(keys, LEVELS)
 
         # P(j->t) and P(0->t) of the value heads of this group; dead records and missing tokens decay by 1
-        members, later = tl.arange(0, MEMBERS)[:, None], tl.arange(0, L)[None, :]
+        members, later = tl.arange(0, MEMBERS)[:, None], block * M + tl.arange(0, M)[None, :]
         inside, v_head = members < GROUP, head * GROUP + members
         decay_at, beta_at = decay_pool + row * (HV * 2 * L) + base, beta_pool + row * (HV * 2 * L) + base
-        passed, passed_0 = tl.full([MEMBERS, L], 1.0, tl.float32), tl.full([MEMBERS, 1], 1.0, tl.float32)
+        passed, passed_0 = tl.full([MEMBERS, M], 1.0, tl.float32), tl.full([MEMBERS, 1], 1.0, tl.float32)
         for i in tl.static_range(L):
             at = decay_at + v_head * (2 * L) + i
-            passed = passed * tl.load(at + tl.zeros([1, L], tl.int32), mask=inside & (later < i) & (i < n), other=1.0)
-            passed_0 = passed_0 * tl.load(at, mask=inside & (i < n), other=1.0)
+            passed = passed * tl.load(at + tl.zeros([1, M], tl.int32), mask=inside & (later < i) & (i < n), other=1.0)
+            passed_0 = passed_0 * tl.load(at, mask=inside & (i < n) & (block == 0), other=1.0)
 
         q_ptr, k_row = q_ptr + head // (HEADS // H) * K, k_ptr + key_head * K
         x_ptr, coef_ptr, scalar_ptr = (
@@ -159,29 +161,41 @@ def _gdn_kernel(
             for t in tl.static_range(W):
                 passed, passed_0 = _gdn_token(
                     t, passed, passed_0, keys, norms, q_ptr, k_row, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
-                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, W, H, KH, HV, K, L, LEVELS, WARPS, RAW, SCALE,
+                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, block, M, W, H, KH,
+                    HV, K, L, LEVELS, WARPS, RAW, SCALE,
                 )  # fmt: skip
         else:
             for t in range(W):
                 passed, passed_0 = _gdn_token(
                     t, passed, passed_0, keys, norms, q_ptr, k_row, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
-                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, W, H, KH, HV, K, L, LEVELS, WARPS, RAW, SCALE,
+                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, block, M, W, H, KH,
+                    HV, K, L, LEVELS, WARPS, RAW, SCALE,
                 )  # fmt: skip
         owner = head % (HEADS // KH) == 0
         store_pieces(key_at, j, K, keys, (j >= n) & (j < n + tokens) & owner, K, LEVELS, "")
 
 
 @triton.jit
+def _decay_by(pieces, ptr, i, applies, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
+    """Pieces times the decay at ptr (record or token i) in the rows where `applies` [M, 1]."""
+    a = load_row_pieces(ptr, M, K, LEVELS, WARPS)
+    out = ()
+    for p in tl.static_range(len(pieces)):
+        out = out + (pieces[p] * tl.where(applies, a[p], 1.0),)
+    return out
+
+
+@triton.jit
 def _kda_token(
-    t, keys, q_ptr, k_ptr, decay_ptr, coef_ptr, j, tokens, n, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
+    t, keys, q_ptr, k_ptr, decay_ptr, coef_ptr, j, tokens, n, M: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Decay the keys of earlier rows by token t and write the coefficients of these rows; returns the keys."""
-    keys = times(keys, load_pieces(decay_ptr + t * (HV * K), j, 0, (j < n + t) & (t < tokens), 1.0, K, LEVELS))
     row, out = tl.minimum(t, tokens - 1) * (HV * K), tl.ravel(j)
-    x = normalise(load_row_pieces(k_ptr + row, KDA_BLOCK, K, LEVELS, WARPS), LEVELS)
+    keys = _decay_by(keys, decay_ptr + row, t, (j < n + t) & (t < tokens), M, K, LEVELS, WARPS)
+    x = normalise(load_row_pieces(k_ptr + row, M, K, LEVELS, WARPS), LEVELS)
     tl.store(coef_ptr + 2 * t * L + out, read(keys, x, LEVELS))
-    x = times(normalise(load_row_pieces(q_ptr + row, KDA_BLOCK, K, LEVELS, WARPS), LEVELS), (SCALE,))
+    x = times(normalise(load_row_pieces(q_ptr + row, M, K, LEVELS, WARPS), LEVELS), (SCALE,))
     tl.store(coef_ptr + (2 * t + 1) * L + out, read(keys, x, LEVELS))
     return keys
 
@@ -190,29 +204,31 @@ def _kda_token(
 def _kda_kernel(
     slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, k_pool, decay_pool, beta_pool,
     x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, W2: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
+    L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 of KDA for one request, head and block of records; the last block does P(0->t) x and the records."""
+    """Steps 1 and 2 of KDA for one request, head and M records: c_jt; one more block does P(0->t) x and the records."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    BLOCKS: tl.constexpr = L // KDA_BLOCK
+    BLOCKS: tl.constexpr = L // M
     slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
     record = ((layer * S + slot) * HV + head) * (2 * L) + base
     token = first * HV + head
     q_ptr, k_ptr, a_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K
     old_decay = decay_pool + record * K
     own = r * HV + head
-    if (tokens > 0) & (block < BLOCKS) & (block * KDA_BLOCK < n + tokens):
-        j = block * KDA_BLOCK + tl.arange(0, KDA_BLOCK)[:, None]
+    if (tokens > 0) & (block < BLOCKS) & (block * M < n + tokens):
+        j = block * M + tl.arange(0, M)[:, None]
         keys = normalise(_window_keys(k_pool + record * K, k_ptr, j, n, tokens, HV, K, LEVELS), LEVELS)
-        for i in range(block * KDA_BLOCK + 1, n):
-            keys = times(keys, load_pieces(old_decay + i * K, j, 0, j < i, 1.0, K, LEVELS))
+        for start in range(block * M, n, STEP):
+            for step in tl.static_range(STEP):
+                i = start + step
+                keys = _decay_by(keys, old_decay + tl.minimum(i, n - 1) * K, i, (j < i) & (i < n), M, K, LEVELS, WARPS)
         coef_ptr += own * (2 * W * L)
         if W <= UNROLL:
             for t in tl.static_range(W):
-                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, HV, K, L, LEVELS, WARPS, SCALE)
+                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS, SCALE)
         else:
             for t in range(W):
-                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, HV, K, L, LEVELS, WARPS, SCALE)
+                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS, SCALE)
     if (tokens > 0) & (block == BLOCKS):
         t = tl.arange(0, W2)[:, None]
         real, inside = t < tokens, t < W
@@ -220,10 +236,12 @@ def _kda_kernel(
         k_hat = normalise(k_raw, LEVELS)
         q_hat = times(normalise(load_pieces(q_ptr, t, HV * K, real, 0.0, K, LEVELS), LEVELS), (SCALE,))
         passed = ones_like(k_hat)
-        for i in range(n):
-            passed = times(passed, load_pieces(old_decay + i * K, t, 0, t >= 0, 1.0, K, LEVELS))
-        for i in range(W):
-            passed = times(passed, load_pieces(a_ptr + i * (HV * K), t, 0, (t >= i) & (i < tokens), 1.0, K, LEVELS))
+        for start in range(0, n, STEP):
+            for step in tl.static_range(STEP):
+                i = start + step
+                passed = _decay_by(passed, old_decay + tl.minimum(i, n - 1) * K, i, (t >= 0) & (i < n), W2, K, LEVELS, WARPS)
+        for i in range(tokens):
+            passed = _decay_by(passed, a_ptr + i * (HV * K), i, t >= i, W2, K, LEVELS, WARPS)
         x_ptr += own * (2 * W * K)
         store_pieces(x_ptr, 2 * t, K, times(passed, k_hat), inside, K, LEVELS, "")
         store_pieces(x_ptr, 2 * t + 1, K, times(passed, q_hat), inside, K, LEVELS, "")
@@ -249,6 +267,7 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     (q, k, *gates), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
     requests, (s, v_heads, double, channels), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
     length, key_heads, levels = double // 2, k.shape[1], pair_levels(k.dtype, k_dim)
+    rows = min(ROWS, length)
     heads = q.shape[1] if q.shape[1] == key_heads else v_heads
     x, coef, scalars = (
         torch.empty((requests, h, 2 * width, *last), dtype=torch.float32, device=q.device)
@@ -258,15 +277,15 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     if requests and channels == 1:
         raw = len(gates) == 4
         gates = gates if raw else [*gates, *gates]
-        _gdn_kernel[(heads, requests)](
+        _gdn_kernel[(length // rows, heads, requests)](
             slots, verify_len, cu, cursor, q, k, *gates, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
-            heads, q.shape[1], key_heads, v_heads, k_dim, length, triton.next_power_of_2(v_heads // heads), levels, num_warps,
-            raw, scale, **launch,
+            heads, q.shape[1], key_heads, v_heads, k_dim, length, rows, triton.next_power_of_2(v_heads // heads), levels,
+            num_warps, raw, scale, **launch,
         )  # fmt: skip
     elif requests:
-        _kda_kernel[(length // KDA_BLOCK.value + 1, heads, requests)](
+        _kda_kernel[(length // rows + 1, heads, requests)](
             slots, verify_len, cu, cursor, q, k, *gates, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
-            triton.next_power_of_2(width), v_heads, k_dim, length, levels, num_warps, scale, **launch,
+            triton.next_power_of_2(width), v_heads, k_dim, length, rows, levels, num_warps, scale, **launch,
         )  # fmt: skip
     return x, coef, scalars
 
@@ -282,10 +301,10 @@ def _record_columns(p, L: tl.constexpr):
 
 @triton.jit
 def _project(
-    state, d_old, d_new, limit, x_ptr, coef_ptr, p0, n, tokens, M: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, WARPS: tl.constexpr, GDN: tl.constexpr, LOOP: tl.constexpr,
+    state, d_old, x_ptr, coef_ptr, p0, n, M: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
+    LEVELS: tl.constexpr, WARPS: tl.constexpr, GDN: tl.constexpr,
 ):  # fmt: skip
-    """h_t of one row of x: steps 3 to 6. d_new: window tokens; in LOOP only those below `limit` apply."""
+    """Checkpoint and live records under one row of x: steps 3 to 5."""
     lanes = lane_sums(times(state, load_row_pieces(x_ptr, M, K, LEVELS, WARPS)), LEVELS)
     if GDN:
         lanes = lanes * p0
@@ -293,9 +312,14 @@ def _project(
     sums = ()
     for p in tl.static_range(len(d_old)):
         sums = sums + (pair_sums(tl.where(_record_columns(p, L) < n, d_old[p] * c[p], 0.0), RECORD_LEVELS),)
-    h = finish(lanes + halve(sums))
+    return finish(lanes + halve(sums))
+
+
+@triton.jit
+def _window(h, d_new, limit, coef_ptr, tokens, LOOP: tl.constexpr):
+    """h plus the window tokens d_new, in LOOP only those below `limit`: step 6; coef_ptr: coefficient of token 0."""
     for i in tl.static_range(len(d_new)):
-        more = h + d_new[i] * tl.load(coef_ptr + n + i, mask=i < tokens, other=0.0)
+        more = h + d_new[i] * tl.load(coef_ptr + i, mask=i < tokens, other=0.0)
         h = tl.where(i < limit, more, h) if LOOP else more
     return h
 
@@ -335,34 +359,17 @@ def _outputs_kernel(
         coef_ptr += (r * HV + head) * (2 * W * L)
         scalar_ptr += (r * HV + head) * (2 * W)
         if W <= UNROLL:
-            vs, ds, outs = (), (), ()
+            # all projections before the substitution, which is a chain: the compiler then overlaps them
+            hs, vs, ds, outs = (), (), (), ()
+            for i in tl.static_range(2 * W):
+                p0 = tl.load(scalar_ptr + i // 2 * 2)
+                h = _project(state, d_old, x_ptr + i * K, coef_ptr + i * L, p0, n, M, K, L, LEVELS, WARPS, GDN)
+                hs = hs + (h,)
             for t in tl.static_range(W):
-                v = tl.load(v_ptr + t * (HV * V) + rows, mask=(rows < V) & (t < tokens), other=0.0)
-                p0 = tl.load(scalar_ptr + 2 * t)
-                h = _project(
-                    state,
-                    d_old,
-                    ds,
-                    t,
-                    x_ptr + 2 * t * K,
-                    coef_ptr + 2 * t * L,
-                    p0,
-                    n,
-                    tokens,
-                    M,
-                    K,
-                    L,
-                    LEVELS,
-                    WARPS,
-                    GDN,
-                    False,
-                )
-                vs, ds = vs + (v,), ds + ((v.to(tl.float32) - h) * tl.load(scalar_ptr + 2 * t + 1),)
-                o = _project(
-                    state, d_old, ds, t, x_ptr + (2 * t + 1) * K, coef_ptr + (2 * t + 1) * L, p0, n, tokens,
-                    M, K, L, LEVELS, WARPS, GDN, False,
-                )  # fmt: skip
-                outs = outs + (o,)
+                vs = vs + (tl.load(v_ptr + t * (HV * V) + rows, mask=(rows < V) & (t < tokens), other=0.0),)
+                h = _window(hs[2 * t], ds, t, coef_ptr + 2 * t * L + n, tokens, False)
+                ds = ds + ((vs[t].to(tl.float32) - h) * tl.load(scalar_ptr + 2 * t + 1),)
+                outs = outs + (_window(hs[2 * t + 1], ds, t, coef_ptr + (2 * t + 1) * L + n, tokens, False),)
             for t in tl.static_range(W):
                 _put(t, vs[t], ds[t], outs[t], o_at, v_at, d_at, rows, tokens, HV, V)
         else:
@@ -372,33 +379,16 @@ def _outputs_kernel(
             for t in range(tokens):
                 v = tl.load(v_ptr + t * (HV * V) + rows, mask=rows < V, other=0.0)
                 p0 = tl.load(scalar_ptr + 2 * t)
-                h = _project(
-                    state,
-                    d_old,
-                    ds,
-                    t,
-                    x_ptr + 2 * t * K,
-                    coef_ptr + 2 * t * L,
-                    p0,
-                    n,
-                    tokens,
-                    M,
-                    K,
-                    L,
-                    LEVELS,
-                    WARPS,
-                    GDN,
-                    True,
-                )
+                x_row, c_row = x_ptr + 2 * t * K, coef_ptr + 2 * t * L
+                h = _project(state, d_old, x_row, c_row, p0, n, M, K, L, LEVELS, WARPS, GDN)
+                h = _window(h, ds, t, c_row + n, tokens, True)
                 d = (v.to(tl.float32) - h) * tl.load(scalar_ptr + 2 * t + 1)
                 new = ()
                 for i in tl.static_range(W):
                     new = new + (tl.where(i == t, d, ds[i]),)
                 ds = new
-                o = _project(
-                    state, d_old, ds, t + 1, x_ptr + (2 * t + 1) * K, coef_ptr + (2 * t + 1) * L, p0, n, tokens,
-                    M, K, L, LEVELS, WARPS, GDN, True,
-                )  # fmt: skip
+                o = _project(state, d_old, x_row + K, c_row + L, p0, n, M, K, L, LEVELS, WARPS, GDN)
+                o = _window(o, ds, t + 1, c_row + L + n, tokens, True)
                 _put(t, v, d, o, o_at, v_at, d_at, rows, tokens, HV, V)
 
 

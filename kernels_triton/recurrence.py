@@ -130,16 +130,15 @@ def store_pieces(ptr, rows, stride, pieces, mask, K: tl.constexpr, LEVELS: tl.co
 def _row_tile(ptr, cols, ROWS: tl.constexpr, K: tl.constexpr):
     at = ptr + (cols[None, :] + tl.zeros([ROWS, 1], tl.int32))
     if K < cols.shape[0]:
-        x = tl.load(at, mask=cols[None, :] + tl.zeros([ROWS, 1], tl.int32) < K, other=0.0)
+        return tl.load(at, mask=cols[None, :] + tl.zeros([ROWS, 1], tl.int32) < K, other=0.0)
     else:
-        x = tl.load(at)
-    return x.to(tl.float32)
+        return tl.load(at)
 
 
 @triton.jit
-def load_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """The vector at ptr + 0..K in fp32 as pieces [rows, 8 << LEVELS] with equal rows; rows: what one step of the warps
-    covers (4 a warp), at most M. `expand_rows` repeats them; a value that a loop carries must not be expanded before.
+def load_raw_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """The vector at ptr + 0..K, in its own dtype, as pieces [rows, 8 << LEVELS] with equal rows; rows: what one step of the
+    warps covers (4 a warp), at most M. `expand_rows` repeats them; a value that a loop carries must not be expanded before.
 
     Lanes take 4 or 8 neighbours as in a tile of LEVELS pair levels, whatever the dtype behind `ptr`, so that no value
     changes lanes.
@@ -161,6 +160,20 @@ def load_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_W
             x = _row_tile(ptr, tl.arange(0, WIDTH) + p * WIDTH, ROWS, K)
         out = out + (x,)
     return out
+
+
+@triton.jit
+def to_fp32(pieces):
+    out = ()
+    for i in tl.static_range(len(pieces)):
+        out = out + (pieces[i].to(tl.float32),)
+    return out
+
+
+@triton.jit
+def load_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """`load_raw_rows` in fp32."""
+    return to_fp32(load_raw_rows(ptr, M, K, LEVELS, NUM_WARPS))
 
 
 @triton.jit
