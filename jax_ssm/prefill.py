@@ -73,11 +73,33 @@ def _chunk(s: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array) ->
         qk = dot("...tk,...tik,...ik->...ti", q, after, k)
     a = jnp.where(t > i, a * beta[..., None], 0.0)
     rhs = beta[..., None] * (v - dot("...tk,...vk->...tv", passed * k, s))
-    d = lax.linalg.triangular_solve(a + jnp.eye(n), rhs, left_side=True, lower=True, unit_diagonal=True)
+    d = dot("...ti,...iv->...tv", unit_lower_inverse(a), rhs)
     o = dot("...tk,...vk->...tv", passed * q, s) + dot("...ti,...iv->...tv", qk, d)
     tail = after[..., -1, :, :]  # P(i -> end), [.., N, G]
     s = s * passed[..., -1:, :] + dot("...iv,...ik->...vk", d, tail * k)
     return s, o
+
+
+def unit_lower_inverse(a: Array) -> Array:
+    """(I + a)^-1 of a strictly lower triangular a [.., N, N], by doubling the diagonal blocks that are inverted:
+    [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]. This is substitution by blocks, as accurate as row by row.
+
+    A library solve is not used: on a busy CPU its threads wait for each other for longer than all the rest takes.
+    """
+    n, lead = a.shape[-1], a.shape[:-2]
+    size = 1 << (n - 1).bit_length()
+    a = jnp.pad(a, [(0, 0)] * len(lead) + [(0, size - n)] * 2)
+    inverse, block = jnp.ones(lead + (size, 1, 1), a.dtype), 1  # [.., blocks, block, block]
+    while block < size:
+        pairs = size // (2 * block)
+        tiles = jnp.diagonal(a.reshape(lead + (pairs, 2 * block, pairs, 2 * block)), axis1=-4, axis2=-2)
+        corner = jnp.moveaxis(tiles, -1, -3)[..., block:, :block]
+        p, q = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -jnp.einsum("...ij,...jk,...kl->...il", q, corner, p, precision=lax.Precision.HIGHEST)
+        top = jnp.concatenate([p, jnp.zeros_like(p)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, q], axis=-1)], axis=-2)
+        block *= 2
+    return inverse[..., 0, :n, :n]
 
 
 __all__ = ["prefill", "prefill_core", "LinearInputs"]
