@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jax_ssm.cli import main
-from jax_ssm.engine.compiles import Compiler
 from jax_ssm.models import ModelConfig, save_params
 from jax_ssm.models.qwen3_5 import map_shapes, param_shapes
 
@@ -34,12 +33,6 @@ def checkpoint(tmp_path_factory) -> str:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(root / "tokenizer.json"))
     return str(root)
-
-
-@pytest.fixture(autouse=True)
-def cheap_compilation(monkeypatch):
-    """These tests compile much and compute little."""
-    monkeypatch.setattr(Compiler, "options", {"xla_backend_optimization_level": 0})
 
 
 KDA = "--rule kda --heads 1 --k-dim 128 --v-dim 128 --act bf16 --state bf16 --width 3"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jax_ssm.engine import Generator, LoadedModel
-from jax_ssm.engine.compiles import Compiler
 from jax_ssm.models import ModelConfig, forward_sequence, mtp_sequence
 from jax_ssm.models.qwen3_5 import map_shapes, param_shapes
 
@@ -24,14 +23,6 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 PROMPTS = [[1, 2, 4, 5], [7, 8, 9] * 9, [11]]  # the second one needs two chunks
 NEW = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_compilation():
-    """These tests compile much and compute little."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compiler, "options", {"xla_backend_optimization_level": 0})
-        yield
 
 
 @functools.cache

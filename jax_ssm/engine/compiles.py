@@ -45,16 +45,21 @@ class Part:
     donate: tuple[int, ...] = ()
 
 
+def default_options() -> dict:
+    """Compiler options of this platform. On a CPU the code generator optimises less: matrix products are library calls
+    anyway, and for the demo model compilation takes 14 instead of 23 CPU seconds, a decode round 16 instead of 13 ms."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+
+
 class Compiler:
     """Compiles the parts of a bucket once, side by side, and remembers them.
 
     `stray()` counts compilations in this process since `begin()` that no Compiler was asked for, such as a jnp operation on
-    the host; a run has none. options: XLA compiler options of every executable.
+    the host; a run has none. options: XLA compiler options of every executable, None for the platform's default.
     """
 
-    options: dict | None = None
-
-    def __init__(self) -> None:
+    def __init__(self, options: dict | None = None) -> None:
+        self._options = default_options() if options is None else options
         self._buckets: dict[object, dict[str, Executable]] = {}
         self.begin()
 
@@ -74,7 +79,7 @@ class Compiler:
                 (name, lowered), start = item, time.perf_counter()
                 _asked.now = True
                 try:
-                    call = lowered.compile(compiler_options=self.options)
+                    call = lowered.compile(compiler_options=self._options)
                 finally:
                     _asked.now = False
                 temp = getattr(call.memory_analysis(), "temp_size_in_bytes", 0)

@@ -41,7 +41,8 @@ class Generator:
 
     model: checkpoint directory, None for the demo model, or a LoadedModel. Raises ValueError (BackendError for a named
     implementation that cannot run here) before anything is allocated. The first `generate` in a bucket compiles three
-    executables (allocate, prefill, rounds); later ones compile nothing.
+    executables (allocate, prefill, rounds); later ones compile nothing. compiler_options: for XLA; None on a CPU means
+    quick compilation, {} full optimisation.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Generator:
         model: str | Path | LoadedModel | None = None,
         *,
         progress: Callable[[str], None] = lambda message: None,
+        compiler_options: dict | None = None,
         **settings,
     ) -> None:
         self.progress = progress
@@ -58,7 +60,7 @@ class Generator:
         start = time.perf_counter()
         self.model = model if isinstance(model, LoadedModel) else load(model, self.plan.act_dtype)
         self.load_seconds = time.perf_counter() - start
-        self.compiler = Compiler()
+        self.compiler = Compiler(compiler_options)
 
     def check_prompts(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Token ids of every prompt. Raises ValueError naming the first that is empty, too long or not of this model."""
