@@ -43,7 +43,7 @@ class Machine:
 
     def __init__(self, spec, count: int, *, seed=0, gate="slow", poison=(NAN, BIG), verbs_of=verbs, order_seed=0):
         self.spec, self.count, self.poison = spec, count, poison
-        self.rng, self.shuffle = np.random.default_rng(seed), np.random.default_rng(order_seed)
+        self.rng, self.order = np.random.default_rng(seed), np.random.default_rng(order_seed).permutation
         self.params = draw_params(spec, gate, seed)
         self.conv_params = (self.params.weight, self.params.bias)
         self.oracle = oracle.Requests(spec, self.params, count, "fold" if spec.mode == "replay" else "each")
@@ -110,7 +110,7 @@ class Machine:
         """
         spec, widths, accepts = self.spec, np.asarray(widths), np.asarray(accepts)
         rows = np.flatnonzero(widths)
-        tokens, order = self.draw(rows, spec.width, accepts[rows]), self.shuffle.permutation(len(rows))
+        tokens, order = self.draw(rows, spec.width, accepts[rows]), self.order(len(rows))
         rows, tokens = rows[order], tokens.at(order)
         w, a = widths[rows], accepts[rows]
         self.disturb()
