@@ -41,11 +41,20 @@ class Tile(NamedTuple):
     interpret: bool
 
 
+def load_vector(ref, lead, k: int):
+    """ref[*lead, 0:k] as [k], in its own dtype."""
+    return load(ref.at[(*lead, lax.iota(jnp.int32, k))])
+
+
+def norm_of(x, tile: Tile):
+    """Scalar inverse norm of a vector x [K], which has the dtype that it is stored in."""
+    levels, x = pair_levels(x.dtype, tile.k), x.astype(jnp.float32)
+    return lax.rsqrt(jnp.sum(row_sums((x * x)[None, :], levels, tile.interpret)) + L2NORM_EPS)
+
+
 def vector_norm(ref, lead, tile: Tile):
     """Scalar inverse norm of the row ref[*lead, 0:K]."""
-    x = load(ref.at[(*lead, lax.iota(jnp.int32, tile.k))]).astype(jnp.float32)
-    total = row_sums((x * x)[None, :], pair_levels(ref.dtype, tile.k), tile.interpret)
-    return lax.rsqrt(jnp.sum(total) + L2NORM_EPS)
+    return norm_of(load_vector(ref, lead, tile.k), tile)
 
 
 def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):

@@ -12,24 +12,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, when
-from kernels_pallas.decode import Tile, tile_of, vector_norm
-from kernels_pallas.recurrence import expand_rows, load_pieces, load_rows, step, store_pieces
+from kernels_pallas.decode import Tile, load_vector, norm_of, tile_of
+from kernels_pallas.recurrence import expand_rows, load_pieces, load_raw_rows, step, store_pieces, to_fp32
 
 PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H200
 
 
 def load_record(pools, lead, head, at, rows, tile: Tile):
-    """(k^, v [M], decay, beta) of raw record `at`, vectors over K by `load_rows`; lead = (layer, slot)."""
+    """Raw record `at` as it is stored: k as rows and as a vector, v [M], decay, beta; lead = (layer, slot)."""
     k_pool, v_pool, decay_pool, beta_pool = pools
-    key = lax.div(head, v_pool.shape[2] // k_pool.shape[2])
-    r = vector_norm(k_pool, (*lead, key, at), tile)
-    k = load_rows(k_pool, (*lead, key, at), tile.m, tile.k, tile.levels, tile.warps)
-    v = load(v_pool.at[(*lead, head, at, rows)]).astype(jnp.float32)
+    key = (*lead, lax.div(head, v_pool.shape[2] // k_pool.shape[2]), at)
+    rows_k, vector = load_raw_rows(k_pool, key, tile.m, tile.k, tile.levels, tile.warps), load_vector(k_pool, key, tile.k)
     if decay_pool.shape[-1] == 1:
         decay = decay_pool[(*lead, head, at, 0)]
     else:
-        decay = load_rows(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
-    return [x * r for x in k], v, decay, beta_pool[(*lead, head, at)]
+        decay = load_raw_rows(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
+    return rows_k, vector, load(v_pool.at[(*lead, head, at, rows)]), decay, beta_pool[(*lead, head, at)]
 
 
 def _advance_kernel(
@@ -56,16 +54,20 @@ def _advance_kernel(
             column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
             s = load_pieces(state_ref, (layer, source, head), column, tile.k, tile.levels)
             if records:
+                # a record is loaded two steps before its turn, and nothing is computed from it until then
+                def record(j):
+                    return load_record(pools, (layer, source), head, base + jnp.minimum(j, n - 1), rows, tile)
 
                 def body(j, carry):
-                    s, (k, v, decay, beta) = carry
-                    following = load_record(pools, (layer, source), head, base + jnp.minimum(j + 1, n - 1), rows, tile)
+                    s, (k, vector, v, decay, beta), following = carry
+                    last = record(j + 2)
+                    norm = norm_of(vector, tile)
+                    k_hat = expand_rows([x * norm for x in to_fp32(k)], tile.m)
                     decay = expand_rows(decay, tile.m) if isinstance(decay, list) else decay
-                    s, _ = step(s, expand_rows(k, tile.m), v, decay, beta, tile.levels, interpret)
-                    return s, following
+                    s, _ = step(s, k_hat, v.astype(jnp.float32), decay, beta, tile.levels, interpret)
+                    return s, following, last
 
-                start = load_record(pools, (layer, source), head, base, rows, tile)
-                s, _ = lax.fori_loop(0, n, body, (s, start))
+                s, *_ = lax.fori_loop(0, n, body, (s, record(0), record(1)))
             lead = (target, layer, head) if pages else (layer, target, head)
             store_pieces(target_ref, lead, column, s, tile.k, tile.levels, eviction_policy="evict_first")
 

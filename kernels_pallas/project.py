@@ -1,8 +1,8 @@
 """Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
 
 The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
-launches: `coefficients`, one program per (request, key head) or, in KDA, per (request, head, block of records), and
-`outputs`, one program per (V block, value head, request). The state is read once and not written.
+launches: `coefficients`, one program per (request, key head, block of records), and `outputs`, one program per (V block,
+value head, request). The state is read once and not written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kernels_pallas.recurrence import (
 )
 
 RECORD_LEVELS = 2
-KDA_BLOCK = 4  # records of one program of KDA's pre-kernel
+ROWS = 8  # records of one program of a pre-kernel
+STEP = 4  # records whose decays are in flight at a time
 UNROLL = 8  # windows up to this width are unrolled
 
 
@@ -91,35 +92,35 @@ def _gates(refs, row, v_head, mask):
 
 def _gdn_kernel(
     layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, *refs,
-    heads: int, width: int, scale: float, warps: int, interpret: bool
+    heads: int, width: int, scale: float, m: int, warps: int, interpret: bool
 ):  # fmt: skip
-    """Steps 1 and 2 of GDN for one request and key head: k^, q^, c_jt, P(0->t) and the records k, decay, beta."""
+    """Steps 1 and 2 of GDN for m records of one request and key head: c_jt; the first block also k^, q^, P(0->t) and the
+    records decay, beta. A record k is written by the block that it belongs to."""
     *gates, k_pool, decay_pool, _, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out = refs
-    head, r, layer = program_id(0), program_id(1), layer_ref[0]
+    block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
     (_, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_pool.shape[2]
     length, group = k_pool.shape[3] // 2, v_heads // heads
     levels = pair_levels(k_ref.dtype, k_dim)
     live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
     q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
 
-    @when(live)
+    @when(live & (block * m < n + tokens))
     def _():
-        j = iota(length, 0)
+        j, writes = block * m + iota(m, 0), block == 0
         keys = _window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, key_head, levels)
         norms = inverse_norm(keys, levels, interpret)
 
         # P(j->t) and P(0->t) of the value heads of this group; dead records and missing tokens decay by 1
-        members = iota(power_of_two(group), 0)
-        inside = members < group
-        v_head = head * group + members
-        later = iota(length, 1)
-        passed = jnp.ones((members.shape[0], length), jnp.float32)
+        members, later = iota(power_of_two(group), 0), block * m + iota(m, 1)
+        inside, v_head = members < group, head * group + members
+        passed = jnp.ones((members.shape[0], m), jnp.float32)
         passed_0 = jnp.ones(members.shape, jnp.float32)
         one = jnp.ones((), jnp.float32)
         for i in range(length):
             at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(later)]
-            passed = passed * load(at, mask=(later < i) & (i < n), other=one)
-            passed_0 = passed_0 * load(decay_pool.at[layer, slot, v_head, base + i, iota(1, 1)], mask=i < n, other=one)
+            passed = passed * load(at, mask=inside & (later < i) & (i < n), other=one)
+            at = decay_pool.at[layer, slot, v_head, base + i, iota(1, 1)]
+            passed_0 = passed_0 * load(at, mask=inside & (i < n) & writes, other=one)
 
         def token(t, carry):
             passed, passed_0 = carry
@@ -128,18 +129,18 @@ def _gdn_kernel(
             passed = passed * jnp.where(later < n + t, a, 1.0)
             passed_0 = passed_0 * a
             for i, (ref, own) in enumerate(((k_ref, key_head), (q_ref, q_head))):
-                x = load_row_pieces(ref, (row, own), length, k_dim, levels, warps)
+                x = load_row_pieces(ref, (row, own), m, k_dim, levels, warps)
                 norm = inverse_norm(x, levels, interpret)
                 gram = (read(keys, x, levels, interpret) * norms) * norm
                 x = [p * norm[:, None] for p in x]
                 if i == 1:
                     gram, x = gram * scale, [p * scale for p in x]
                 store(coef_ref.at[r, v_head, 2 * t + i, later], passed * gram[None, :], mask=inside)
-                store_pieces(x_ref, (r, head), 2 * t + i + j, x, k_dim, levels, mask=j == 0)
-            store(scalar_ref.at[r, v_head, 2 * t], passed_0, mask=inside)
-            store(scalar_ref.at[r, v_head, 2 * t + 1], beta, mask=inside)
-            store(decay_out.at[layer, slot, v_head, base + n + t, iota(1, 1)], a, mask=inside & real)
-            store(beta_out.at[layer, slot, v_head, base + n + t], beta, mask=inside & real)
+                store_pieces(x_ref, (r, head), 2 * t + i + j, x, k_dim, levels, mask=(j == 0) & writes)
+            store(scalar_ref.at[r, v_head, 2 * t], passed_0, mask=inside & writes)
+            store(scalar_ref.at[r, v_head, 2 * t + 1], beta, mask=inside & writes)
+            store(decay_out.at[layer, slot, v_head, base + n + t, iota(1, 1)], a, mask=inside & real & writes)
+            store(beta_out.at[layer, slot, v_head, base + n + t], beta, mask=inside & real & writes)
             return passed, passed_0
 
         _each_token(width, token, (passed, passed_0))
@@ -150,43 +151,49 @@ def _gdn_kernel(
 
 def _kda_kernel(
     layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, k_pool, decay_pool, beta_pool,
-    x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out, *, width: int, scale: float, warps: int, interpret: bool,
+    x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out,
+    *, width: int, scale: float, m: int, warps: int, interpret: bool
 ):  # fmt: skip
-    """Steps 1 and 2 of KDA for one request, head and block of records; the last block does P(0->t) x and the records."""
+    """Steps 1 and 2 of KDA for one request, head and m records: c_jt; one more block does P(0->t) x and the records."""
     block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
     k_dim, length = q_ref.shape[2], k_pool.shape[3] // 2
-    blocks = length // KDA_BLOCK
+    blocks = length // m
     levels = pair_levels(k_ref.dtype, k_dim)
     live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
 
-    def record_decay(i, rows):
-        """Decay of record i as pieces, 1 in rows [M, 1] where it does not apply."""
-        same = jnp.zeros_like(rows, jnp.int32)
-        return load_pieces(decay_pool, (layer, slot, head), base + i + same, k_dim, levels, mask=rows, other=1.0)
+    def decay_by(pieces, ref, lead, applies):
+        """Pieces times the decay ref[*lead] in the rows where `applies` [M, 1]."""
+        a = load_row_pieces(ref, lead, pieces[0].shape[0], k_dim, levels, warps)
+        return [x * jnp.where(applies, y, 1.0) for x, y in zip(pieces, a, strict=True)]
 
-    def token_decay(t, rows):
-        same = jnp.zeros_like(rows, jnp.int32)
-        mask = rows & (t < tokens)
-        return load_pieces(decay_ref, (first + t + same,), head, k_dim, levels, mask=mask, other=1.0)
+    def decay_by_records(pieces, start, rows):
+        """Pieces times the decays of the records start..n-1, in the rows [M, 1] before each."""
 
-    def times(xs, ys):
-        return [x * y for x, y in zip(xs, ys, strict=True)]
+        def body(i, pieces):
+            for step in range(STEP):
+                at = start + i * STEP + step
+                lead = (layer, slot, head, base + jnp.minimum(at, n - 1))
+                pieces = decay_by(pieces, decay_pool, lead, (rows < at) & (at < n))
+            return pieces
+
+        return lax.fori_loop(0, lax.div(jnp.maximum(n - start, 0) + (STEP - 1), STEP), body, pieces)
 
     def normalise(pieces):
         norm = inverse_norm(pieces, levels, interpret)
         return [p * norm[:, None] for p in pieces]
 
-    @when(live & (block < blocks) & (block * KDA_BLOCK < n + tokens))
+    @when(live & (block < blocks) & (block * m < n + tokens))
     def _():
-        j = block * KDA_BLOCK + iota(KDA_BLOCK, 0)
+        j = block * m + iota(m, 0)
         keys = normalise(_window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, head, levels))
-        keys = lax.fori_loop(block * KDA_BLOCK + 1, n, lambda i, keys: times(keys, record_decay(i, j < i)), keys)
-        lane = block * KDA_BLOCK + jnp.arange(KDA_BLOCK, dtype=jnp.int32)
+        keys = decay_by_records(keys, block * m, j)
+        lane = block * m + jnp.arange(m, dtype=jnp.int32)
 
         def token(t, keys):
-            keys, row = times(keys, token_decay(t, j < n + t)), first + jnp.minimum(t, tokens - 1)
+            row = first + jnp.minimum(t, tokens - 1)
+            keys = decay_by(keys, decay_ref, (row, head), (j < n + t) & (t < tokens))
             for i, ref in enumerate((k_ref, q_ref)):
-                x = normalise(load_row_pieces(ref, (row, head), KDA_BLOCK, k_dim, levels, warps))
+                x = normalise(load_row_pieces(ref, (row, head), m, k_dim, levels, warps))
                 if i == 1:
                     x = [p * scale for p in x]
                 store(coef_ref.at[r, head, 2 * t + i, lane], read(keys, x, levels, interpret))
@@ -200,11 +207,11 @@ def _kda_kernel(
         real, inside = t < tokens, t < width
         k_raw, q_raw = (load_pieces(ref, (first + t,), head, k_dim, levels, mask=real) for ref in (k_ref, q_ref))
         k_hat, q_hat = normalise(k_raw), [p * scale for p in normalise(q_raw)]
-        every = t >= 0
-        passed = lax.fori_loop(0, n, lambda i, p: times(p, record_decay(i, every)), [jnp.ones_like(p) for p in k_hat])
-        passed = _each_token(width, lambda i, p: times(p, token_decay(i, t >= i)), passed)
+        passed = decay_by_records([jnp.ones_like(p) for p in k_hat], 0, -1 - t)
+        passed = lax.fori_loop(0, tokens, lambda i, p: decay_by(p, decay_ref, (first + i, head), t >= i), passed)
         for i, x in enumerate((k_hat, q_hat)):
-            store_pieces(x_ref, (r, head), 2 * t + i, times(passed, x), k_dim, levels, mask=inside)
+            x = [a * b for a, b in zip(passed, x, strict=True)]
+            store_pieces(x_ref, (r, head), 2 * t + i, x, k_dim, levels, mask=inside)
         decay = load_pieces(decay_ref, (first + t,), head, k_dim, levels, mask=real, other=1.0)
         beta = load(beta_ref.at[first + t, head], mask=real, other=jnp.zeros((), jnp.float32))
         store(scalar_ref.at[r, head, 2 * t + 1], beta, mask=inside)
@@ -228,23 +235,24 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     """
     q, k = tokens[:2]
     requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
-    length = double // 2
+    length, gdn = double // 2, gates == 1
+    rows = min(ROWS, length)
     heads = q.shape[1] if q.shape[1] == k.shape[1] else v_heads
     scratch = [
         jax.ShapeDtypeStruct((requests, heads, 2 * width, k_dim), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width, length), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width), jnp.float32),
     ]
-    gdn = gates == 1
     x, coef, scalars, *pools = call(
         _gdn_kernel if gdn else _kda_kernel,
         (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
-        grid=(heads, requests) if gdn else (length // KDA_BLOCK + 1, heads, requests),
+        grid=(length // rows + (not gdn), heads, requests),
         name=f"replay_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
         num_warps=num_warps,
         aliases={len(index) + 1 + len(tokens) + i: 3 + i for i in range(3)},
         width=width,
         scale=scale,
+        m=rows,
         warps=num_warps,
         **({"heads": heads} if gdn else {}),
     )(*index, cursor, *tokens, *pools)
@@ -278,25 +286,28 @@ def _outputs_kernel(
             load(d_pool.at[layer, slot, head, base + cols, rows], mask=cols < n, other=zero) for cols in _record_columns(length)
         ]
 
-        def project(i, before):
-            """h_t of row i of x: steps 3 to 6. before: window tokens (number, d, condition or None for always)."""
+        def project(i):
+            """Checkpoint and live records under row i of x: steps 3 to 5."""
             x = load_row_pieces(x_ref, (r, x_head, i), block_v, k_dim, levels, warps)
             lanes = lane_sums([a * b for a, b in zip(state, x, strict=True)], levels)
             if gdn:
                 lanes = lanes * load(scalar_ref.at[r, head, i - lax.rem(i, 2)])
             c = load_row_pieces(coef_ref, (r, head, i), block_v, length, RECORD_LEVELS, warps)
             products = [jnp.where(cols < n, d * a, 0.0) for cols, d, a in zip(_record_columns(length), d_old, c, strict=True)]
-            h = finish(lanes + halve([pair_sums(p, RECORD_LEVELS) for p in products]), interpret)
-            for t, d, applies in before:
+            return finish(lanes + halve([pair_sums(p, RECORD_LEVELS) for p in products]), interpret)
+
+        def window(h, i, d_new, limit=None):
+            """h plus the window tokens d_new, or those below `limit`, by their coefficients in row i: step 6."""
+            for t, d in enumerate(d_new):
                 more = h + d * load(coef_ref.at[r, head, i, n + t], mask=t < tokens, other=zero)
-                h = more if applies is None else jnp.where(applies, more, h)
+                h = more if limit is None else jnp.where(t < limit, more, h)
             return h
 
-        def token(t, before):
-            """v, d and o of token t: step 7."""
-            v = load(v_ref.at[first + t, head, lane], mask=t < tokens, other=jnp.zeros((), v_ref.dtype))
-            d = (v.astype(jnp.float32) - project(2 * t, before)) * load(scalar_ref.at[r, head, 2 * t + 1])
-            return v, d, project(2 * t + 1, [*before, (t, d, None)])
+        def load_v(t):
+            return load(v_ref.at[first + t, head, lane], mask=t < tokens, other=jnp.zeros((), v_ref.dtype))
+
+        def solve(v, h, t):
+            return (v.astype(jnp.float32) - h) * load(scalar_ref.at[r, head, 2 * t + 1])
 
         def put(t, v, d, o):
             store(o_ref.at[first + t, head, lane], o.astype(o_ref.dtype), mask=t < tokens)
@@ -306,17 +317,23 @@ def _outputs_kernel(
         if width > UNROLL:
 
             def body(t, d_new):
-                v, d, o = token(t, [(i, x, i < t) for i, x in enumerate(d_new)])
-                put(t, v, d, o)
-                return [jnp.where(i == t, d, x) for i, x in enumerate(d_new)]
+                v = load_v(t)
+                d = solve(v, window(project(2 * t), 2 * t, d_new, t), t)
+                d_new = [jnp.where(i == t, d, x) for i, x in enumerate(d_new)]
+                put(t, v, d, window(project(2 * t + 1), 2 * t + 1, d_new, t + 1))
+                return d_new
 
             lax.fori_loop(0, tokens, body, [jnp.zeros((block_v,), jnp.float32)] * width)
         else:
-            done = []
+            # all projections before the substitution, which is a chain: the compiler then overlaps them
+            h = [project(scalar(i)) for i in range(2 * width)]
+            v, d_new, o = [], [], []
             for t in range(width):
-                done.append(token(scalar(t), [(i, d, None) for i, (_, d, _) in enumerate(done)]))
-            for t, values in enumerate(done):
-                put(scalar(t), *values)
+                v.append(load_v(scalar(t)))
+                d_new.append(solve(v[t], window(h[2 * t], scalar(2 * t), d_new), scalar(t)))
+                o.append(window(h[2 * t + 1], scalar(2 * t + 1), d_new))
+            for t in range(width):
+                put(scalar(t), v[t], d_new[t], o[t])
 
 
 def _record_columns(length: int):

@@ -108,9 +108,9 @@ def store_pieces(ref, lead, rows, pieces, k: int, levels: int, mask=None, **opti
         store(ref.at[(*lead, rows, cols)], x.astype(ref.dtype), mask=_within(cols, k, mask), **options)
 
 
-def load_rows(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=None, **options):
-    """The vector ref[*lead, 0:k] in fp32 as pieces [rows, 8 << levels] with equal rows; rows: what one step of the warps
-    covers (4 a warp), at most m. `expand_rows` repeats them; a value that a loop carries must not be expanded before.
+def load_raw_rows(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=None, **options):
+    """The vector ref[*lead, 0:k], in its own dtype, as pieces [rows, 8 << levels] with equal rows; rows: what one step of
+    the warps covers (4 a warp), at most m. `expand_rows` repeats them; a value that a loop carries must not be expanded.
 
     `mask`: scalar bool; zero where it is false. Lanes take 4 or 8 neighbours as in a tile of `levels` pair levels, whatever
     the dtype of `ref`, so that no value changes lanes.
@@ -121,7 +121,7 @@ def load_rows(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=N
         cols = cols + jnp.zeros((rows, 1), jnp.int32)
         keep = _within(cols, k, None if mask is None else jnp.broadcast_to(mask, cols.shape))
         other = None if keep is None else jnp.zeros((), ref.dtype)
-        return load(ref.at[(*lead, cols)], mask=keep, other=other, **options).astype(jnp.float32)
+        return load(ref.at[(*lead, cols)], mask=keep, other=other, **options)
 
     out = []
     for p in range(max(1, k // width)):
@@ -139,6 +139,15 @@ def load_rows(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=N
     return out
 
 
+def to_fp32(pieces):
+    return [x.astype(jnp.float32) for x in pieces]
+
+
+def load_rows(*args, **options):
+    """`load_raw_rows` in fp32."""
+    return to_fp32(load_raw_rows(*args, **options))
+
+
 def expand_rows(pieces, m: int):
     """Pieces [rows, width] with equal rows as [m, width], by the same registers."""
     return [jnp.broadcast_to(x.reshape(1, *x.shape), (m // x.shape[0], *x.shape)).reshape(m, x.shape[1]) for x in pieces]
@@ -146,7 +155,7 @@ def expand_rows(pieces, m: int):
 
 def load_row_pieces(ref, lead, m: int, k: int, levels: int, num_warps: int = 1, mask=None, **options):
     """The vector ref[*lead, 0:k] in fp32 as pieces [m, 8 << levels] with equal rows, in the layout of a state tile."""
-    return expand_rows(load_rows(ref, lead, m, k, levels, num_warps, mask, **options), m)
+    return expand_rows(load_rows(ref, lead, m, k, levels, num_warps, mask=mask, **options), m)
 
 
 # --------------------------------------------------------------------------------------------------------- recurrence
