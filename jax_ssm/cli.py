@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from jax_ssm import __version__
 from jax_ssm.spec import HISTORY_LENGTHS, IMPLEMENTATIONS, MODES, PROJECTIONS, RULES, SSMSpec, seed_layout_bytes, state_bytes
 
 DTYPES = ("fp32", "bf16")
@@ -122,8 +123,8 @@ GENERATE_HELP = """\
 Generate text with a hybrid model (Qwen3.5 checkpoints), speculatively where drafts are to be had.
 
 The recurrent state is stored in one of three ways: "native" keeps a full state per verify position, "compact" one state
-and the inputs of the round, "replay" one checkpoint and a short history. The text is the same in all of them, and for
-every width, draft source and batch; what changes is memory and speed.
+and the inputs of the round, "replay" one checkpoint and a short history. In fp32 (--act fp32) the text is the same in all
+of them, and for every width, draft source and batch; what changes is memory and speed.
 
 examples:
   jax-ssm generate --prompt "def fibonacci(n):" --max-new-tokens 64
@@ -254,7 +255,7 @@ def run_describe(args: argparse.Namespace) -> int:
     return 0
 
 
-DEMO_PROMPT = "def read_lines(path):\n"
+DEMO_PROMPT = "class Stack:\n    def __init__(self):\n"
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -314,16 +315,16 @@ def build_parser() -> argparse.ArgumentParser:
         description="Inference of hybrid models (GDN, KDA) with three ways to store the recurrent state.",
         epilog="Each command explains itself: jax-ssm COMMAND --help",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
 
     p = commands.add_parser("bytes", help="exact bytes of the state by mode", description=BYTES_HELP, formatter_class=raw)
     p.add_argument("--rule", choices=RULES, default="gdn", help="gdn: one decay per head; kda: one per key channel")
     p.add_argument("--heads", type=positive, default=1, help="query, key and value heads alike (default 1)")
-    for name in ("q", "k", "v"):
-        p.add_argument(
-            f"--{name}-heads", type=positive, default=None, help=argparse.SUPPRESS if name == "q" else "overrides --heads"
-        )
+    words = {"q": "query", "k": "key", "v": "value"}
+    for name in words:
+        p.add_argument(f"--{name}-heads", type=positive, default=None, help=f"{words[name]} heads (default: --heads)")
     p.add_argument("--k-dim", type=positive, default=128, help="key head size (default 128)")
     p.add_argument("--v-dim", type=positive, default=128, help="value head size (default 128)")
     p.add_argument("--layers", type=positive, default=1, help="linear-attention layers, counted as executed (default 1)")
@@ -386,7 +387,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--model", metavar="DIR", default=None, help="checkpoint directory (default: the demo model of the package)")
     p.add_argument("--prompt", metavar="TEXT", default=None, help="text to continue")
     p.add_argument("--width", type=positive, metavar="W", default=3, help="verify width (default 3)")
-    p.add_argument("--max-new-tokens", type=int, metavar="N", default=96, help="tokens (default 96)")
+    p.add_argument("--max-new-tokens", type=int, metavar="N", default=64, help="tokens (default 64)")
     p.set_defaults(run=run_demo)
     return parser
 

@@ -94,8 +94,9 @@ class Generator:
         """Generate for every prompt (text, or token ids) and return the record that `jax-ssm generate --json` prints.
 
         on_tokens(prompt number, new token ids, finish) is called as text arrives; finish is None, "eos" or "length".
-        Greedy at temperature 0, and given a seed also otherwise, the text of a prompt does not depend on width, drafts,
-        rounds_per_call or the other prompts, as long as the arithmetic of the backend does not (fp32 states).
+        Greedy at temperature 0, and given a seed also otherwise, the text of a prompt does not depend on mode, width,
+        drafts, rounds_per_call, bucket or the other prompts, as far as fp32 rounding does not decide between two tokens.
+        With bf16 activations or states that is not promised.
         """
         request = Request(max_new_tokens, temperature, top_p, seed, ignore_eos)
         encoded = self.check_prompts(prompts, max_new_tokens)
