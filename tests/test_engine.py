@@ -82,6 +82,24 @@ def plain_sampled() -> dict:
     return generator().generate(PROMPTS, max_new_tokens=NEW, temperature=0.9, top_p=0.95, seed=3)
 
 
+def test_interpreted_pallas_kernels_write_the_same_text():
+    g = generator("replay", 2, "lookup", implementation="pallas")
+    record = g.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    assert record["settings"]["backends"]["main.gdn"] == "pallas"
+    assert texts(record) == plain_greedy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize("mode", ["native", "compact", "replay"])
+def test_gpu_text_is_that_of_plain_decoding(mode, implementation):
+    g = generator(mode, 4, "mtp", implementation=implementation, act_dtype="fp32")
+    record = g.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    assert record["settings"]["backends"]["main.gdn"] == implementation
+    assert texts(record) == plain_greedy()
+    assert g.generate(PROMPTS, max_new_tokens=NEW, temperature=1.0)["compilations"]["total"] == 0
+
+
 def test_sampled_text_depends_on_the_seed_and_equal_prompts_get_different_texts():
     g = generator()
     other = g.generate(PROMPTS, max_new_tokens=NEW, temperature=0.9, top_p=0.95, seed=4)
