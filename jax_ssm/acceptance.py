@@ -39,6 +39,11 @@ class StateAcceptance:
     lengths: Array
 
 
+def live_slots(layout: DecodeLayout) -> list[int]:
+    """Slots of the live requests of a concrete layout, on the host."""
+    return np.asarray(layout.slots)[np.asarray(layout.verify_len) > 0].tolist()
+
+
 def split_lengths(acceptance: StateAcceptance) -> list[tuple[SSMForward, Array]]:
     """Pairs of receipt and its part of the lengths."""
     pairs, start = [], 0
@@ -144,3 +149,11 @@ class Ledger:
         if self._open:
             rounds = sorted(number for _, number in self._open.values())
             raise ValueError(f"{verb} is not allowed now: rounds {rounds} were prepared and not accepted; accept them first")
+
+    def require_closed(self, verb: str, slot: int) -> None:
+        """Raise ValueError when `verb` would take `slot` away from a round that was not accepted yet."""
+        rounds = sorted(number for forward, number in self._open.values() if slot in live_slots(forward.layout))
+        if rounds:
+            raise ValueError(
+                f"{verb} of slot {slot} is not allowed now: rounds {rounds} on it are open; accept them first (length 1 aborts)"
+            )

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_ssm import executors, pages
 from jax_ssm import state as states
-from jax_ssm.acceptance import Ledger, SSMForward, StateAcceptance, check_acceptance
+from jax_ssm.acceptance import Ledger, SSMForward, StateAcceptance, check_acceptance, live_slots
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
 
@@ -86,12 +86,14 @@ class StateManager:
         return slot
 
     def release(self, slot: int) -> None:
-        """Give a slot back; its contents are cleared when it is handed out again."""
+        """Give a slot back; its contents are cleared when it is handed out again. ValueError while a round on it is open."""
+        self.ledger.require_closed("release", slot)
         self.slots.give(slot)
         self._owned.discard(slot)
 
     def prepare(self, layout: DecodeLayout, config: KernelConfig = KernelConfig()) -> SSMForward:
-        """Open a round and return its receipt, to be committed exactly once."""
+        """Open a round on allocated slots and return its receipt, to be committed exactly once."""
+        self._require_owned(live_slots(layout))
         self.state, receipt = _prepare(self.spec, self.state, layout, config)
         return self.ledger.issue(receipt)
 
@@ -151,6 +153,7 @@ class StateManager:
         missing = [s for s in slots if s not in self._owned]
         if missing:
             raise ValueError(f"slots={slots} contains {missing}: allocated are {sorted(self._owned)}")
+        states.check_slots(self.spec, slots)  # here, because the jitted verbs cannot look at values
 
     def _require_handle(self, handle: PageHandle) -> None:
         if self._handles.get(handle.page) != handle.serial:

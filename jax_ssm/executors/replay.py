@@ -70,7 +70,8 @@ def fold_slots(spec: SSMSpec, state: ConvSSMState, slots: Array, fold: Array, cu
     def one(i, carry):
         ssm, now = carry
         slot = source[order[i]]
-        s = materialize(spec, state.replace(ssm=ssm), slot)
+        # the cursor of the carry, so that a slot named twice is folded once
+        s = materialize(spec, state.replace(ssm=ssm, extra=state.extra.replace(cursor=now)), slot)
         ssm = put_slice(ssm, s[:, None], (0, slot, 0, 0, 0))
         return ssm, now.at[slot].set(cursor[order[i]])
 
