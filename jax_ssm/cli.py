@@ -86,7 +86,7 @@ def run_bytes(args: argparse.Namespace) -> int:
         f"{g['k_dim']} x {g['v_dim']}, width {g['width']}, history {g['history']}, state {g['ssm_dtype']}, "
         f"activations {g['act_dtype']}"
     )
-    columns = ("state", "records", "cursors", "allocated", "seed layout", "a layer, request\nand value head", "seed layout")
+    columns = ("state", "records", "cursors", "allocated", "seed layout", "a head*:\nallocated", "a head*:\nseed layout")
     table.add_column("mode")
     for name in columns:
         table.add_column(name, justify="right")
@@ -103,6 +103,7 @@ def run_bytes(args: argparse.Namespace) -> int:
         )  # fmt: skip
         table.add_row(name, *(f"{x:,}" for x in figures))
     _console().print(table)
+    print("* per layer, request and value head")
     for r in report["results"]:
         if "error" in r:
             print(f"{r['mode']}: {r['error']}")
@@ -132,7 +133,8 @@ examples:
   jax-ssm generate --prompt "one" --prompt "two" --temperature 0.8 --top-p 0.95 --seed 7 --json
   cat notes.txt | jax-ssm generate --prompt - --drafts lookup --width 8
 
-Progress goes to standard error. JAX_COMPILATION_CACHE_DIR=DIR keeps executables between runs.
+Progress goes to standard error. Executables are kept in ~/.cache/jax-ssm, so that the next run starts at once;
+JAX_COMPILATION_CACHE_DIR=DIR names another place, JAX_ENABLE_COMPILATION_CACHE=0 keeps none.
 """
 
 
@@ -143,11 +145,25 @@ def read_prompt(text: str) -> str:
     elif text.startswith("@"):
         path = Path(text[1:])
         if not path.is_file():
-            raise ValueError(f"--prompt {text}: there is no file {str(path)!r}")
-        text = path.read_text(encoding="utf-8")
+            raise ValueError(f"--prompt {text}: {'that is a folder' if path.is_dir() else 'there is no such file'}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt {text}: the file is not UTF-8 text ({error.reason} at byte {error.start})") from None
     else:
         return text
     return text.removesuffix("\n")
+
+
+def keep_executables() -> None:
+    """Let JAX keep compiled executables between runs, in ~/.cache/jax-ssm unless JAX_COMPILATION_CACHE_DIR is set."""
+    import os
+
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "jax-ssm"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def progress(message: str) -> None:
@@ -170,6 +186,7 @@ def run_generate(args: argparse.Namespace) -> int:
         raise ValueError('no prompt: give --prompt "TEXT", --prompt @FILE or --prompt - (standard input)')
     from jax_ssm.engine import Generator, Request
 
+    keep_executables()
     choices = dict(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed,
         ignore_eos=args.ignore_eos,
@@ -180,7 +197,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.top_p < 1 and args.temperature == 0:
         progress("note: --top-p has no effect at temperature 0 (greedy)")
     generator = Generator(args.model, progress=progress, **engine_settings(args))
-    on_tokens = None if args.json else stream(generator.model.decode, len(prompts))
+    on_tokens = None if args.json else stream(generator.model.decode, prompts)
     record = generator.generate(prompts, on_tokens=on_tokens, **choices)
     if args.json:
         print(json.dumps(record))
@@ -190,17 +207,19 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def stream(decode: Callable[[list[int]], str], prompts: int) -> Callable:
-    """Callback that prints text: of a single prompt as it comes, of several each when it is complete, labelled."""
+def stream(decode: Callable[[list[int]], str], prompts: list[str]) -> Callable:
+    """Callback that prints prompt and text: of a single prompt as it comes, of several each when complete, labelled."""
     ids: dict[int, list[int]] = {}
     shown = ""
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
 
     def show(number: int, new: list[int], finish: str | None) -> None:
         nonlocal shown
         ids.setdefault(number, []).extend(new)
-        if prompts > 1:
+        if len(prompts) > 1:
             if finish:
-                print(f"--- prompt {number} ({finish}) ---\n{decode(ids[number])}", flush=True)
+                print(f"--- prompt {number} ({finish}) ---\n{prompts[number]}{decode(ids[number])}", flush=True)
             return
         text = decode(ids[number])
         if finish is None and text.endswith("\ufffd"):
@@ -222,6 +241,7 @@ def summary(record: dict):
     bucket = f"{s['bucket']['requests']} x {s['bucket']['max_len']}"
     rows = {
         "state": f"{s['mode']}, width {s['width']}" + (f", history {s['history']}" if s["mode"] == "replay" else ""),
+        "backends": ", ".join(f"{group} {name}" for group, name in s["backends"].items()),
         "drafts": f"{s['drafts']} ({s['drafts_reason']})",
         "tokens": f"{t['tokens']} of {len(record['results'])} prompt(s) in {t['generate_s']:.2f} s",
         "tokens/s": f"{t['tokens_per_s']:,.1f}"
@@ -263,20 +283,24 @@ def run_demo(args: argparse.Namespace) -> int:
 
     from rich.table import Table
 
-    from jax_ssm.engine import Generator, load
-    from jax_ssm.spec import MODES
+    from jax_ssm.engine import Generator, Request, Settings, load, make_plan
+    from jax_ssm.engine.load import find, read_config
 
+    keep_executables()
+    prompt = DEMO_PROMPT if args.prompt is None else read_prompt(args.prompt)
+    Request(args.max_new_tokens)  # refused before anything is loaded
+    for mode in MODES:
+        make_plan(read_config(find(args.model)), Settings(mode=mode, width=args.width, act_dtype="fp32"))
     model = load(args.model, "fp32")
-    prompt = args.prompt or DEMO_PROMPT
-    progress(f"prompt {prompt!r}, {args.max_new_tokens} tokens, greedy; compiling three state modes, about half a minute")
     makers = {mode: Generator(model, mode=mode, width=args.width, act_dtype="fp32") for mode in MODES}
+    makers[MODES[0]].check_prompts([prompt], args.max_new_tokens)
+    progress(f"prompt {prompt!r}, {args.max_new_tokens} new tokens, greedy")
+    progress("compiling for three state modes: about half a minute on two cores, a few seconds when it was done before")
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda g: g.warm_up([prompt], args.max_new_tokens), makers.values()))
     records = {}
     for i, (mode, generator) in enumerate(makers.items()):
-        on_tokens = stream(model.decode, 1) if i == 0 else None
-        if on_tokens:
-            print(prompt, end="")
+        on_tokens = stream(model.decode, [prompt]) if i == 0 else None
         records[mode] = generator.generate([prompt], max_new_tokens=args.max_new_tokens, on_tokens=on_tokens)
     table = Table(title="the same prompt in three state modes", title_justify="left")
     for name in ("mode", "tokens", "identical", "rounds", "accepted a round", "tokens/s", "recurrent state", "with KV"):
@@ -331,7 +355,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--slots", type=positive, default=1, help="requests; the padding slot is not counted (default 1)")
     p.add_argument("--act", choices=DTYPES, default="bf16", help="activations and raw records (default bf16)")
     p.add_argument("--state", choices=DTYPES, default="fp32", help="the state itself (default fp32)")
-    p.add_argument("--width", type=positive, default=1, help="verify width, drafts + 1 (default 1; 1..16)")
+    p.add_argument("--width", type=positive, default=2, help="verify width, drafts + 1 (default 2; 1..16)")
     p.add_argument("--history", type=positive, default=16, help=f"replay history length, one of {HISTORY_LENGTHS} (default 16)")
     p.add_argument("--mode", choices=MODES, default=None, help="only this mode with --json; marked in the table")
     p.add_argument("--projection", choices=PROJECTIONS, default="inline", help="replay only; narrows the seed's records")
@@ -385,7 +409,7 @@ def build_parser() -> argparse.ArgumentParser:
         "demo", help="one prompt in all three state modes", description="One prompt in all three state modes."
     )
     p.add_argument("--model", metavar="DIR", default=None, help="checkpoint directory (default: the demo model of the package)")
-    p.add_argument("--prompt", metavar="TEXT", default=None, help="text to continue")
+    p.add_argument("--prompt", metavar="TEXT", default=None, help="text to continue, @FILE or - for standard input")
     p.add_argument("--width", type=positive, metavar="W", default=3, help="verify width (default 3)")
     p.add_argument("--max-new-tokens", type=int, metavar="N", default=64, help="tokens (default 64)")
     p.set_defaults(run=run_demo)

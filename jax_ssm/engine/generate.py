@@ -64,7 +64,8 @@ class Generator:
 
     def check_prompts(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Token ids of every prompt. Raises ValueError naming the first that is empty, too long or not of this model."""
-        require(len(prompts) > 0, "prompts", list(prompts), "at least one prompt")
+        listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        require(listed and len(prompts) > 0, "prompts", prompts, "a list of at least one prompt, each a text or token ids")
         encoded = [self.model.encode(prompt) for prompt in prompts]
         for i, ids in enumerate(encoded):
             if not ids:
@@ -74,9 +75,13 @@ class Generator:
                 raise ValueError(f"prompts[{i}] has token ids {bad[:5]}: allowed are 0..{self.plan.config.vocab_size - 1}")
             most = self.plan.max_len
             if len(ids) + max_new_tokens > most:
+                room = most - len(ids)
+                advice = (
+                    f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt by {1 - room} tokens or more"
+                )
                 raise ValueError(
-                    f"prompts[{i}] has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together at most max_len={most}; "
-                    f"shorten the prompt or ask for at most {max(most - len(ids), 0)} tokens"
+                    f"prompts[{i}] has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together at most "
+                    f"max_len={most}; {advice}"
                 )
         return encoded
 
@@ -95,8 +100,9 @@ class Generator:
 
         on_tokens(prompt number, new token ids, finish) is called as text arrives; finish is None, "eos" or "length".
         Greedy at temperature 0, and given a seed also otherwise, the text of a prompt does not depend on mode, width,
-        drafts, rounds_per_call, bucket or the other prompts, as far as fp32 rounding does not decide between two tokens.
-        With bf16 activations or states that is not promised.
+        drafts, rounds_per_call or bucket, as far as fp32 rounding does not decide between two tokens. With bf16
+        activations or states that is not promised. The noise of sampling belongs to the number of a prompt in its list, so
+        that equal prompts get different texts; the other prompts do not matter.
         """
         request = Request(max_new_tokens, temperature, top_p, seed, ignore_eos)
         encoded = self.check_prompts(prompts, max_new_tokens)
@@ -143,6 +149,7 @@ class Generator:
 
     def warm_up(self, prompts: Sequence[str | Sequence[int]], max_new_tokens: int) -> None:
         """Compile what `generate` with these prompts will use."""
+        Request(max_new_tokens)
         self.executables(self.bucket(self.check_prompts(prompts, max_new_tokens), max_new_tokens))
 
     def executables(self, bucket: RunBucket) -> dict[str, Executable]:

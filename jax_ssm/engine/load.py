@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,10 @@ class LoadedModel:
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt, which may already be ids. ValueError for text without a tokenizer."""
         if not isinstance(prompt, str):
-            return [int(x) for x in prompt]
+            try:
+                return [operator.index(x) for x in prompt]
+            except TypeError:
+                raise ValueError(f"prompt={prompt!r} is not allowed: a text or a list of token ids") from None
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer.json: give prompts as lists of token ids")
         return self.tokenizer.encode(prompt).ids

@@ -3,8 +3,8 @@
 Every position draws one token y from the target distribution p, with noise that depends on (seed, request, position) and
 on nothing else. A draft x survives iff y = x. That is speculative sampling (arXiv:2211.17192) for drafts without
 randomness of their own: x is accepted with probability p(x), and given a rejection y is distributed as p without x,
-renormalised. Because the noise belongs to the position, the text of a request is the same for every width, draft source,
-storage mode, batch and bucket: drafts change the speed, never the sample.
+renormalised. Because the noise belongs to the position, the text of the n-th prompt is the same for every width,
+draft source, storage mode and bucket: drafts change the speed, never the sample.
 """
 
 from __future__ import annotations

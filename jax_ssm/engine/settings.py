@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from jax_ssm.spec import HISTORY_LENGTHS, IMPLEMENTATIONS, ITEMSIZE, MODES
 
@@ -17,7 +17,11 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def _integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) < 1e38  # finite in fp32
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,11 @@ class Request:
 
     def __post_init__(self) -> None:
         require(_integer(self.max_new_tokens, 1), "max_new_tokens", self.max_new_tokens, "an integer of at least 1")
-        number = isinstance(self.temperature, int | float) and math.isfinite(self.temperature)
-        require(number and self.temperature >= 0, "temperature", self.temperature, "a finite number >= 0 (0: greedy)")
-        number = isinstance(self.top_p, int | float) and math.isfinite(self.top_p)
-        require(number and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (1: every token)")
+        require(
+            _number(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a finite number >= 0 (0: greedy)",
+        )
+        require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (1: every token)")
         require(_integer(self.seed, 0) and self.seed < 2**32, "seed", self.seed, "an integer in 0..4294967295")
