@@ -31,7 +31,11 @@ def main(argv: list[str] | None = None) -> int:
         sub.add_argument("--out", type=Path, help="write below this folder instead (implies --save)")
     args = parser.parse_args(argv)
     module = importlib.import_module(f"benchmarks.{args.command}")
-    data = module.run(args)
+    try:
+        data = module.run(args)
+    except (ValueError, OSError) as error:
+        print(f"python -m benchmarks: error: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(data))
     else:

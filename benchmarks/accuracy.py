@@ -13,18 +13,21 @@ GATES = {"slow": (-3.0, -3.0), "mild": (0.0, -3.0)}  # (A_log, dt_bias)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line options."""
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens decoded (default: 2048)")
-    parser.add_argument("--dim", type=int, default=64, help="K = V (default: 64)")
+    parser.add_argument("--tokens", type=record.at_least(16), default=2048, help="tokens decoded (default: 2048)")
+    parser.add_argument("--dim", type=record.at_least(1), default=64, help="K = V (default: 64)")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 4], help="verify widths (default: 1 4)")
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Decode `tokens` tokens a slot, all drafts right, bf16 activations; `ok` is False when an fp32 state misses 1e-5."""
+    """Decode `tokens` tokens, all drafts right, bf16 activations; `ok` is False when an fp32 state misses 1e-5."""
     import jax
     import jax.numpy as jnp
 
     import jax_ssm as js
 
+    uneven = [w for w in args.widths if w < 1 or args.tokens % w]
+    if uneven:
+        raise ValueError(f"--widths {uneven} is not allowed: each must divide --tokens {args.tokens}")
     cells, ok = [], True
     for rule in ("gdn", "kda"):
         heads = 4 if rule == "gdn" else 2

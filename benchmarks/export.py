@@ -9,10 +9,12 @@ from benchmarks import record
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line options; the defaults are the shape for which the seed system published its figures."""
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128, help="K = V")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 157], help="requests exported in one call")
+    parser.add_argument("--layers", type=record.at_least(1), default=30)
+    parser.add_argument("--heads", type=record.at_least(1), default=4)
+    parser.add_argument("--dim", type=record.at_least(1), default=128, help="K = V")
+    parser.add_argument(
+        "--requests", type=record.at_least(1), nargs="+", default=[1, 16, 157], help="requests exported in one call"
+    )
 
 
 def run(args: argparse.Namespace) -> dict:

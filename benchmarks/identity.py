@@ -26,10 +26,24 @@ RUNS = (("native", 1), ("replay", 1), *((mode, w) for w in (2, 4, 8) for mode in
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command-line options."""
     parser.add_argument("--model", help="checkpoint directory (default: the demo model)")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the 20 prompts (default: all)")
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens a prompt (default: 256)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        choices=range(1, len(PROMPTS) + 1),
+        metavar="N",
+        default=len(PROMPTS),
+        help="how many of the 20 prompts (default: all)",
+    )
+    parser.add_argument("--tokens", type=record.at_least(1), default=256, help="new tokens a prompt (default: 256)")
     every = [f"{mode}:{width}" for mode, width in RUNS]
-    parser.add_argument("--runs", nargs="+", choices=every, default=every, metavar="MODE:W", help="which runs (default: all)")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        choices=every,
+        default=every,
+        metavar="MODE:W",
+        help="which runs; plain native always runs (default: all)",
+    )
     parser.add_argument("--implementation", default="auto", help="backend of the linear layers (default: auto)")
     parser.add_argument("--act", choices=("fp32", "bf16"), nargs="+", default=["fp32", "bf16"], help="activation dtypes")
 
@@ -42,7 +56,7 @@ def run(args: argparse.Namespace) -> dict:
     cells, ok = [], True
     for act in args.act:
         model, reference = load(args.model, act), None
-        for mode, width in (run for run in RUNS if f"{run[0]}:{run[1]}" in args.runs):
+        for mode, width in (run for run in RUNS if run == RUNS[0] or f"{run[0]}:{run[1]}" in args.runs):
             record.say(f"{act} {mode} W={width}")
             generator = Generator(
                 model, mode=mode, width=width, act_dtype=act, max_requests=len(prompts), implementation=args.implementation
@@ -94,7 +108,7 @@ def table(data: dict) -> tuple[list[str], list[list[str]]]:
     heads = ["act", "mode", "W", "prompts", "tokens", "prompts that differ", "largest gap", "accepted/round", "compilations"]
     rows = [
         [c["act"], c["mode"], str(c["width"]), str(c["prompts"]), str(c["tokens"]), str(c["differing_prompts"]),
-         f"{c['largest_gap']:.4f}", f"{c['mean_accepted']:.2f}", str(c["compilations"])]
+         f"{c['largest_gap']:.4f}", f"{c['mean_accepted'] or 0:.2f}", str(c["compilations"])]
         for c in data["cells"]
     ]  # fmt: skip
     return heads, rows

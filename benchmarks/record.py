@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
@@ -52,3 +53,14 @@ def write(name: str, data: dict, out: Path | None = None) -> Path:
 def say(message: str) -> None:
     """Progress, on standard error."""
     print(message, file=sys.stderr, flush=True)
+
+
+def at_least(least: int):
+    """argparse type: an integer of at least `least`."""
+
+    def parse(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not allowed: at least {least}")
+        return int(text)
+
+    return parse

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> dict:
         text = path.read_text()
         fresh = BLOCK.sub(lambda m: m[1] + markdown(m[2]) + m[3], text)
         stale |= fresh != text
-        cells.append({"file": str(path.relative_to(ROOT)), "tables": len(BLOCK.findall(text)), "changed": fresh != text})
+        cells.append({"file": str(path), "tables": len(BLOCK.findall(text)), "changed": fresh != text})
         if not args.check:
             path.write_text(fresh)
     return {"ok": not (args.check and stale), "cells": cells}
@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> dict:
 
 def markdown(name: str) -> str:
     """The table of one result file in Markdown, with the line that says where it comes from."""
-    data = json.loads((record.RESULTS / f"{name}.json").read_text())
+    path = record.RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(f"table {name}: there is no result {path}; measure it with --save first")
+    data = json.loads(path.read_text())
     heads, rows = importlib.import_module(f"benchmarks.{data['name'].replace('-', '_')}").table(data)
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
     source = f"`{data['command']}`, {data['device']}, jax {data['versions']['jax']}, {data['date']}"
