@@ -161,6 +161,21 @@ def same_bits(a, b) -> bool:
     return all(np.array_equal(bits(x), bits(y)) for x, y in pairs)
 
 
+def close(a, b, tolerance=1e-6) -> bool:
+    """Whether two pytrees agree: integers exactly, numbers to a relative L2 of `tolerance` (bf16: 4e-3). For results of two
+    executables: the XLA path promises equal bits within one executable only."""
+
+    def leaf(x, y):
+        x, y = np.asarray(x), np.asarray(y)
+        if x.dtype.kind in "iub":
+            return np.array_equal(x, y)
+        bound = 4e-3 if x.dtype == oracle.BF16 else tolerance
+        axes = tuple(range(x.ndim))
+        return x.dtype == y.dtype and oracle.rel_l2(x, y, axes) <= bound
+
+    return all(leaf(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
 def named_leaves(state) -> dict[str, np.ndarray]:
     """Leaves by dotted name: ssm, conv, accepted, extra.k, .."""
     flat = jax.tree_util.tree_leaves_with_path(state)
