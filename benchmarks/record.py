@@ -37,12 +37,13 @@ def device_name() -> str:
 def write(name: str, data: dict, out: Path | None = None) -> Path:
     """Write results/<device>/<name>.json (or below `out`) and return its path. `data` is the measurement itself."""
     device = device_name()
+    arguments = [a if a != str(out) else "DIR" for a in sys.argv[1:]]  # a folder of this machine means nothing elsewhere
     path = (out or RESULTS) / device / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {
         "name": name,
         "device": device,
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks", *arguments]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
     }
