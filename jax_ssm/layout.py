@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ssm.spec import SSMSpec
-from jax_ssm.state import concrete, pytree
+from jax_ssm.state import as_ids, concrete, pytree
 
 Array = jax.Array
 
@@ -42,11 +42,13 @@ def build_layout(spec: SSMSpec, b_req_idx: Array, b_mtp_index: Array, *, fixed: 
     longer than W or not starting at 0). Traced input cannot be: there, ids that are not live count as padding, and rows
     after the first padding row are padding.
     """
-    t = b_req_idx.shape[0]
+    ids, offsets = as_ids("b_req_idx", b_req_idx), as_ids("b_mtp_index", b_mtp_index)
+    if ids.shape != offsets.shape:
+        raise ValueError(f"b_mtp_index.shape={offsets.shape} must equal b_req_idx.shape={ids.shape}, one axis of token rows")
+    t = ids.shape[0]
     if fixed and t % spec.width:
         raise ValueError(f"len(b_req_idx)={t} is not allowed: fixed verify needs a multiple of width={spec.width}")
     _check_rows(spec, b_req_idx, b_mtp_index, fixed)
-    ids = jnp.asarray(b_req_idx, jnp.int32)
     live = jnp.cumprod((ids >= 0) & (ids < spec.hold)).astype(bool)
     if fixed:
         r = t // spec.width
@@ -57,7 +59,7 @@ def build_layout(spec: SSMSpec, b_req_idx: Array, b_mtp_index: Array, *, fixed: 
         first = ids[:: spec.width]
     else:
         r = min(t, spec.slots - 1)
-        start = live & ((jnp.asarray(b_mtp_index) == 0) | (jnp.arange(t) == 0))
+        start = live & ((offsets == 0) | (jnp.arange(t) == 0))
         request = jnp.cumsum(start, dtype=jnp.int32) - 1
         count = jnp.minimum(jnp.sum(start, dtype=jnp.int32), r)
         total = jnp.sum(live, dtype=jnp.int32)
@@ -81,8 +83,6 @@ def _check_rows(spec: SSMSpec, b_req_idx, b_mtp_index, fixed: bool) -> None:
     ids, offsets = concrete(b_req_idx), concrete(b_mtp_index)
     if ids is None or offsets is None:
         return
-    if ids.shape != offsets.shape or ids.ndim != 1:
-        raise ValueError(f"b_mtp_index.shape={offsets.shape} must equal b_req_idx.shape={ids.shape}, one axis of token rows")
     bad = ids[(ids < 0) | (ids > spec.hold)]
     if bad.size:
         raise ValueError(f"b_req_idx={ids.tolist()} contains {bad.tolist()}: allowed are 0..{spec.hold} ({spec.hold} is HOLD)")

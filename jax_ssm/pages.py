@@ -15,7 +15,7 @@ from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
 from jax_ssm.spec import KernelConfig, SSMSpec, page_bytes
-from jax_ssm.state import ConvSSMState, check_slots, concrete, dtype, map_slots, put_slice, pytree, take, take_slice
+from jax_ssm.state import ConvSSMState, as_ids, check_slots, concrete, dtype, map_slots, put_slice, pytree, take, take_slice
 
 __all__ = ["Pages", "init_pages", "export_into", "restore", "page_bytes"]
 
@@ -47,6 +47,16 @@ def check_pages(spec: SSMSpec, pages: Pages) -> None:
             raise ValueError(f"pages.{name}={has.dtype}{has.shape} is not allowed: this spec needs {needs.dtype}{needs.shape}")
 
 
+def check_transfer(spec: SSMSpec, pages: Pages, page_ids, slots) -> tuple[Array, Array]:
+    """(page_ids [N], slots [N]) as int32. Raises ValueError when they differ in length, are no integer ids, or the pages
+    are of another geometry."""
+    check_pages(spec, pages)
+    page_ids, slots = as_ids("page_ids", page_ids), as_ids("slots", slots)
+    if page_ids.shape != slots.shape:
+        raise ValueError(f"page_ids.shape={page_ids.shape} must equal slots.shape={slots.shape}")
+    return page_ids, slots
+
+
 def export_into(
     spec: SSMSpec,
     state: ConvSSMState,
@@ -63,9 +73,10 @@ def export_into(
     is out of range are dropped. Legal only between an accept and the next prepare. Raises ValueError for pages of another
     geometry or dtype.
     """
-    check_pages(spec, pages)
+    page_ids, slots = check_transfer(spec, pages, page_ids, slots)
     check_config(config)
-    slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
+    if not slots.size:
+        return pages
     n = jnp.minimum(n, slots.shape[0])
     by_kernel = config.implementation == "pallas"
 
@@ -141,13 +152,14 @@ def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, s
     Raises ValueError for concrete ids that are not live, repeated, or outside the pages, and for pages of another
     geometry or dtype.
     """
-    check_pages(spec, pages)
-    check_slots(spec, slots, n)
-    ids, count = concrete(page_ids), concrete(n)
+    given, (page_ids, slots) = (page_ids, slots), check_transfer(spec, pages, page_ids, slots)
+    check_slots(spec, given[1], n)
+    ids, count = concrete(given[0]), concrete(n)
     bad = [] if ids is None or count is None else [int(p) for p in ids[:count] if not 0 <= p < pages.ssm.shape[0]]
     if bad:
         raise ValueError(f"page_ids={ids.tolist()} contains {bad}: allowed are 0..{pages.ssm.shape[0] - 1}")
-    slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
+    if not slots.size:
+        return state
     total = pages.ssm.shape[0]
     valid = (slots >= 0) & (slots < spec.hold) & (page_ids >= 0) & (page_ids < total)
 

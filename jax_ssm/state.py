@@ -122,6 +122,21 @@ def concrete(x) -> np.ndarray | None:
     return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
+def as_ids(name: str, x) -> Array:
+    """Ids [N] (array or list) as int32. Raises ValueError for floats, booleans and other ranks.
+
+    Wider integers saturate, so that an id out of range stays out of range; check values before, on what was given.
+    """
+    x = x if hasattr(x, "dtype") else np.asarray(x, np.int32 if len(x) == 0 else None)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name}.dtype={x.dtype} is not allowed: ids are integers")
+    if x.ndim != 1:
+        raise ValueError(f"{name}.shape={x.shape} is not allowed: ids have one axis")
+    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
+        x = x.clip(-1 if x.dtype.kind == "i" else 0, 2**31 - 1)
+    return jnp.asarray(x, jnp.int32)
+
+
 def check_slots(spec: SSMSpec, slots, n=None) -> None:
     """Raise ValueError unless the first n `slots` are distinct ids in 0..HOLD-1. Traced ids are not looked at."""
     ids, n = concrete(slots), concrete(len(slots) if n is None else n)
@@ -222,11 +237,14 @@ def map_slots(spec: SSMSpec, state: ConvSSMState, fn) -> ConvSSMState:
 def clear(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
     """Zero everything that the slots [N] own: state rows, convolution window, records, cursors, accepted index.
 
-    Called on allocation and on reuse. Donate `state`. Ids outside 0..HOLD-1 raise ValueError, or are dropped when
-    traced.
+    Called on allocation and on reuse. Donate `state`. Ids that repeat or lie outside 0..HOLD-1 raise ValueError, or are
+    dropped when traced.
     """
+    ids = as_ids("slots", slots)
     check_slots(spec, slots)
-    index = drop_index(spec, jnp.asarray(slots, jnp.int32))
+    if not ids.size:
+        return state
+    index = drop_index(spec, ids)
 
     def zero(x, axis, rows):
         at = (index[:, None] * rows + jnp.arange(rows)).reshape(-1)

@@ -171,6 +171,71 @@ def test_slots_that_are_not_live(mode, slots, words):
         refused(state, call, "slots=", *words)
 
 
+NOT_IDS = [
+    (np.array([1.7]), ("dtype=float64", "integers")),
+    (np.array([True, False]), ("dtype=bool", "integers")),
+    (jnp.array([1.0]), ("dtype=float32", "integers")),
+    ([1.7], ("dtype=float64", "integers")),
+    (np.array([[1, 2]]), ("shape=(1, 2)", "one axis")),
+    (np.array([2**32 + 1]), ("[4294967297]", "0..4")),
+    ([2**32 + 1], ("[4294967297]", "0..4")),
+]
+
+
+@pytest.mark.parametrize(("ids", "words"), NOT_IDS)
+def test_ids_that_a_cast_would_change(ids, words):
+    """Floats, booleans, other ranks, and 64-bit ids that wrap onto a live slot: the argument is named."""
+    state, pages, n = random_state(SPEC), ssm.init_pages(SPEC, 5), len(ids)
+    good = np.arange(n)
+    for name, call in (
+        ("slots", lambda: ssm.clear(SPEC, state, ids)),
+        ("slots", lambda: ssm.merge(SPEC, state, ids)),
+        ("slots", lambda: ssm.snapshot(SPEC, state, ids)),
+        ("slots", lambda: ssm.restore(SPEC, state, pages, good, ids, n)),
+        ("page_ids", lambda: ssm.restore(SPEC, state, pages, ids, good, n)),
+    ):
+        refused(state, call, name, *words)
+    if words[-1] != "0..4":
+        refused(state, lambda: ssm.export_into(SPEC, state, pages, good, ids, n), "slots", *words)
+        refused(state, lambda: ssm.export_into(SPEC, state, pages, ids, good, n), "page_ids", *words)
+        refused(state, lambda: ssm.build_layout(SPEC, ids, [0] * n), "b_req_idx", *words)
+        refused(state, lambda: ssm.build_layout(SPEC, [0] * n, ids), "b_mtp_index", *words)
+    else:
+        assert same_bits(ssm.export_into(SPEC, state, pages, ids, good, n), pages)  # dropped, like every id out of range
+        assert same_bits(ssm.export_into(SPEC, state, pages, good, ids, n), pages)
+        refused(state, lambda: ssm.build_layout(SPEC, ids, [0]), "b_req_idx", "[4294967297]", "0..5")
+
+
+@pytest.mark.parametrize("kind", [list, np.int64, np.uint8])
+def test_ids_of_any_integer_type(kind):
+    """Lists and other integer types mean the same as int32 arrays."""
+    cast = lambda *x: list(x) if kind is list else np.array(x, kind)  # noqa: E731
+    state, pages = random_state(SPEC), ssm.init_pages(SPEC, 4)
+    a, b = np.array([3, 1], np.int32), np.array([0, 2], np.int32)
+    assert same_bits(ssm.clear(SPEC, state, cast(3, 1)), ssm.clear(SPEC, state, a))
+    assert same_bits(ssm.merge(SPEC, state, cast(3, 1)), ssm.merge(SPEC, state, a))
+    want = ssm.export_into(SPEC, state, pages, b, a, 2)
+    assert same_bits(ssm.export_into(SPEC, state, pages, cast(0, 2), cast(3, 1), 2), want)
+    assert same_bits(ssm.restore(SPEC, state, want, cast(0, 2), cast(3, 1), 2), ssm.restore(SPEC, state, want, b, a, 2))
+    assert same_bits(ssm.build_layout(SPEC, cast(3, 3), cast(0, 1)), ssm.build_layout(SPEC, np.array([3, 3]), np.array([0, 1])))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_slots_at_all_is_no_work(mode):
+    spec = spec_of(mode)
+    state, pages = random_state(spec), ssm.init_pages(spec, 2)
+    assert same_bits(ssm.clear(spec, state, []), state) and same_bits(ssm.merge(spec, state, []), state)
+    assert same_bits(ssm.restore(spec, state, pages, [], [], 0), state)
+    assert same_bits(ssm.export_into(spec, state, pages, [], [], 0), pages)
+    assert [x.shape[0] for x in ssm.snapshot(spec, state, [])] == [0, 0]
+
+
+def test_pages_and_slots_of_different_length():
+    state, pages = random_state(SPEC), ssm.init_pages(SPEC, 4)
+    for verb in (ssm.restore, ssm.export_into):
+        refused(state, lambda v=verb: v(SPEC, state, pages, [0, 1, 2], [1, 2], 2), "page_ids.shape=(3,)", "slots.shape=(2,)")
+
+
 def test_restore_looks_only_at_the_first_n():
     """Slots beyond n are padding and may be anything."""
     state, pages = random_state(SPEC), ssm.init_pages(SPEC, 4)

@@ -24,7 +24,7 @@ from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.gates import CoreInputs, LinearInputs
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import ConvSSMState, check_slots, drop_index, read_index
+from jax_ssm.state import ConvSSMState, as_ids, check_slots, drop_index, read_index
 
 Array = jax.Array
 
@@ -106,8 +106,11 @@ def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig
     the state already is. Afterwards the accepted index is 0. Raises ValueError for concrete ids that are not live.
     """
     check_config(config)
+    ids = as_ids("slots", slots)
     check_slots(spec, slots)
-    slots = jnp.asarray(slots, jnp.int32)
+    if not ids.size:
+        return state
+    slots = ids
     state = MODES[spec.mode].merge(spec, state, slots, config)
     state = merge_windows(spec, state, slots)
     return state.replace(accepted=state.accepted.at[drop_index(spec, slots)].set(0, mode="drop"))
@@ -119,9 +122,9 @@ def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelCon
     Allocates N states, and says so: use `pages.export_into` to write into memory you own.
     """
     check_config(config)
+    ids = as_ids("slots", slots)
     check_slots(spec, slots)
-    slots = jnp.asarray(slots, jnp.int32)
-    index = read_index(spec, slots)
+    slots, index = ids, read_index(spec, ids)
     if config.implementation == "pallas":
         n = slots.shape[0]
         ssm = jnp.zeros((n, spec.layers) + state.ssm.shape[2:], state.ssm.dtype)
