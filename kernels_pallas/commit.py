@@ -11,8 +11,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, when
-from kernels_pallas.decode import Tile, request_tokens, tile_of, vector_norm
-from kernels_pallas.recurrence import expand_rows, load_pieces, load_rows, round_state, step, store_pieces
+from kernels_pallas.decode import Tile, request_tokens, tile_of
+from kernels_pallas.gates import inverse_norm, power_of_two
+from kernels_pallas.recurrence import (
+    expand_rows,
+    load_pieces,
+    load_raw_rows,
+    load_rows,
+    pair_levels,
+    round_state,
+    step,
+    store_pieces,
+    to_fp32,
+)
+
+
+def _norms(k_pool, lead, tokens, interpret: bool):
+    """Inverse norms of the raw keys of a window, one a token, zero padded to a power of two: all at once, before the loop."""
+    width, k_dim = k_pool.shape[-2:]
+    levels, t = pair_levels(k_pool.dtype, k_dim), lax.broadcasted_iota(jnp.int32, (power_of_two(width), 1), 0)
+    return inverse_norm(load_pieces(k_pool, lead, t, k_dim, levels, t < tokens), levels, interpret)
 
 
 def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _, state_ref, *, tile: Tile, interpret: bool):
@@ -26,23 +44,25 @@ def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _
     @when(tokens > 0)
     def _():
         s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
+        norms = _norms(k_pool, (layer, slot, key), tokens, interpret)
 
         def load_token(t):
             at = jnp.minimum(t, tokens - 1)
-            r = vector_norm(k_pool, (layer, slot, key, at), tile)
-            k = load_rows(k_pool, (layer, slot, key, at), tile.m, tile.k, tile.levels, tile.warps)
-            v = load(v_pool.at[layer, slot, head, at, rows]).astype(jnp.float32)
+            k = load_raw_rows(k_pool, (layer, slot, key, at), tile.m, tile.k, tile.levels, tile.warps)
+            v = load(v_pool.at[layer, slot, head, at, rows])
             if decay_pool.shape[-1] == 1:
                 alpha = decay_pool[layer, slot, head, at, 0]
             else:
                 alpha = load_rows(decay_pool, (layer, slot, head, at), tile.m, tile.k, tile.levels, tile.warps)
-            return [x * r for x in k], v, alpha, beta_pool[layer, slot, head, at]
+            return k, v, alpha, beta_pool[layer, slot, head, at]
 
         def body(t, carry):
             s, (k, v, alpha, beta) = carry
             following = load_token(t + 1)
             alpha = expand_rows(alpha, tile.m) if isinstance(alpha, list) else alpha
-            s, _ = step(s, expand_rows(k, tile.m), v, alpha, beta, tile.levels, interpret)
+            norm = jnp.sum(jnp.where(lax.iota(jnp.int32, norms.shape[0]) == t, norms, 0.0))
+            k_hat = expand_rows([x * norm for x in to_fp32(k)], tile.m)
+            s, _ = step(s, k_hat, v.astype(jnp.float32), alpha, beta, tile.levels, interpret)
             return round_state(s, state_ref.dtype, interpret), following
 
         s, _ = lax.fori_loop(0, tokens, body, (s, load_token(0)))

@@ -2,7 +2,8 @@
 
 One program per (V block, value head, request), the V block fastest. A program owns its rows of the state: it reads them
 once, walks the tokens of its window in registers and rounds the running state to its storage dtype after every token.
-The inputs of token t+1 are loaded before token t is computed, and stores follow loads.
+Everything that addresses depend on is loaded at once, before the first branch; the keys and values of token t+1 are
+loaded before token t is computed.
 """
 
 from __future__ import annotations
@@ -111,13 +112,17 @@ def _walk(s, tokens, width: int, load_token, emit, dtype, tile: Tile):
 
 def zero_rows(o_ref, cu_ref, head, r, rows):
     """Padding token rows are exactly zero: request row r clears rows total + r, total + r + R, .. of its head and V block."""
-    requests, t = cu_ref.shape[0] - 1, o_ref.shape[0]
-    first = cu_ref[requests] + r
+    requests = cu_ref.shape[0] - 1
+    clear_rows(o_ref, cu_ref[requests] + r, requests, head, rows)
+
+
+def clear_rows(o_ref, first, stride: int, head, rows):
+    """Zero the rows first, first + stride, .. of outputs o [T, HV, V] in one head and V block."""
 
     def clear(i, _):
-        store(o_ref.at[first + i * requests, head, rows], jnp.zeros(rows.shape, o_ref.dtype))
+        store(o_ref.at[first + i * stride, head, rows], jnp.zeros(rows.shape, o_ref.dtype))
 
-    lax.fori_loop(0, lax.div(jnp.maximum(t - first, 0) + (requests - 1), requests), clear, None)
+    lax.fori_loop(0, lax.div(jnp.maximum(o_ref.shape[0] - first, 0) + (stride - 1), stride), clear, None)
 
 
 def request_tokens(slots_ref, lens_ref, r, live_slots: int):
@@ -132,12 +137,11 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
     rows = program_id(0) * tile.m + lax.iota(jnp.int32, tile.m)
     column = program_id(0) * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] // width - 1)
-    zero_rows(o_ref, cu_ref, head, r, rows)
+    first, total, offset = cu_ref[r], cu_ref[cu_ref.shape[0] - 1], offset_ref[r]
 
     @when(tokens > 0)
     def _():
-        first = cu_ref[r]
-        s = load_pieces(state_ref, (layer, slot * width + offset_ref[r], head), column, tile.k, tile.levels)
+        s = load_pieces(state_ref, (layer, slot * width + offset, head), column, tile.k, tile.levels)
 
         def emit(t, o, s, x):
             store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
@@ -149,6 +153,8 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
 
         _walk(s, tokens, width, load_token, emit, state_ref.dtype, tile)
 
+    clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, rows)
+
 
 def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale, tile, interpret):
     *inputs, k_raw, state_ref, _, _, _, _, o_ref, k_pool, v_pool, decay_pool, beta_pool = refs
@@ -157,11 +163,10 @@ def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale,
     column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
     group = o_ref.shape[1] // k_raw.shape[1]
-    zero_rows(o_ref, cu_ref, head, r, rows)
+    first, total = cu_ref[r], cu_ref[cu_ref.shape[0] - 1]
 
     @when(tokens > 0)
     def _():
-        first = cu_ref[r]
         s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
 
         def emit(t, o, s, x):
@@ -190,6 +195,8 @@ def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale,
         def _():
             key, k = lax.div(head, group), channels(tile.k)
             _copy(k_raw.at[first + token, key, k], k_pool.at[layer, slot, key, token, k], used)
+
+    clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, rows)
 
 
 def _copy(source, target, mask):

@@ -2,7 +2,8 @@
 
 One program per (V block, value head, request), the V block fastest. A program owns its rows of the state: it reads them
 once, walks the tokens of its window in registers and rounds the running state to its storage dtype after every token.
-The inputs of token t+1 are loaded before token t is computed, and stores follow loads.
+Everything that addresses depend on is loaded at once, before the first branch; the keys and values of token t+1 are
+loaded before token t is computed.
 """
 
 from __future__ import annotations
@@ -90,7 +91,13 @@ def _load_token(
 @triton.jit
 def zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV: tl.constexpr, V: tl.constexpr):
     """Padding token rows are exactly zero: request row r clears rows total + r, total + r + R, .. of its head and V block."""
-    for row in range(tl.load(cu_ptr + R).to(tl.int64) + r, T, R):
+    clear_rows(o_ptr, tl.load(cu_ptr + R).to(tl.int64) + r, R, head, rows, T, HV, V)
+
+
+@triton.jit
+def clear_rows(o_ptr, first, stride, head, rows, T, HV: tl.constexpr, V: tl.constexpr):
+    """Zero the rows first, first + stride, .. of outputs o [T, HV, V] in one head and V block."""
+    for row in range(first, T, stride):
         tl.store(o_ptr + (row * HV + head) * V + rows, tl.zeros(rows.shape, o_ptr.dtype.element_ty))
 
 
@@ -113,11 +120,11 @@ def _native_kernel(
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
-    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+    first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
+    offset = tl.load(offset_ptr + r)
     if tokens > 0:
-        first = tl.load(cu_ptr + r).to(tl.int64)
         base = layer.to(tl.int64) * S * W + slot * W
-        s = load_pieces(state_ptr + ((base + tl.load(offset_ptr + r)) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
+        s = load_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
             q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
             H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
@@ -136,6 +143,7 @@ def _native_kernel(
             at = state_ptr + ((base + t) * HV + head) * (V * K)
             store_pieces(at, column, K, s, None, K, LEVELS, "evict_first")
             x = following
+    clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 
 @triton.jit(do_not_specialize=["layer", "S", "R", "T"])
@@ -149,9 +157,8 @@ def _compact_kernel(
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
-    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+    first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
     if tokens > 0:
-        first = tl.load(cu_ptr + r).to(tl.int64)
         slot += layer.to(tl.int64) * S
         record = (slot * HV + head) * W  # of token 0 in the pools per value head
         s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
@@ -182,6 +189,7 @@ def _compact_kernel(
                 key, k = head // (HV // KH), tl.arange(0, K)[None, :]
                 raw = tl.load(k_raw_ptr + (token * KH + key)[:, None] * K + k, mask=used[:, None], other=0.0)
                 tl.store(k_pool + ((slot * KH + key) * W + t)[:, None] * K + k, raw, mask=used[:, None])
+    clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 
 def check_sizes(state: torch.Tensor) -> None:
