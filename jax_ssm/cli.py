@@ -197,6 +197,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.top_p < 1 and args.temperature == 0:
         progress("note: --top-p has no effect at temperature 0 (greedy)")
     generator = Generator(args.model, progress=progress, **engine_settings(args))
+    generator.check_prompts(prompts, args.max_new_tokens)
     on_tokens = None if args.json else stream(generator.model.decode, prompts)
     record = generator.generate(prompts, on_tokens=on_tokens, **choices)
     if args.json:

@@ -35,6 +35,12 @@ def checkpoint(tmp_path_factory) -> str:
     return str(root)
 
 
+@pytest.fixture(autouse=True)
+def no_cache_at_home(monkeypatch, tmp_path):
+    """Tests keep no executables in the home folder."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+
+
 KDA = "--rule kda --heads 1 --k-dim 128 --v-dim 128 --act bf16 --state bf16 --width 3"
 
 
@@ -127,7 +133,7 @@ def test_describe_names_mode_backend_dtype_and_reason(capsys):
 ERRORS = [
     (["generate"], "no prompt"),
     (["generate", "--prompt", ""], "prompts[0] is empty"),
-    (["generate", "--prompt", "@no/such/file"], "there is no file 'no/such/file'"),
+    (["generate", "--prompt", "@no/such/file"], "--prompt @no/such/file: there is no such file"),
     (["generate", "--prompt", "x", "--model", "no/such/dir"], "model='no/such/dir' is not a directory"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0 is not allowed"),
     (["generate", "--prompt", "x", "--top-p", "0"], "top_p=0.0 is not allowed"),
@@ -152,6 +158,13 @@ def test_U1_U9_bad_requests_end_with_code_2_and_one_line(arguments, message, cap
     assert captured.out == ""
     line = captured.err.strip().splitlines()[-1]
     assert line.startswith("jax-ssm: error: ") and message in line
+
+
+def test_prompt_files_that_are_no_text_are_refused(tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"ok\xff")
+    for path, message in ((tmp_path, "that is a folder"), (tmp_path / "binary", "not UTF-8 text")):
+        assert main(["generate", "--prompt", f"@{path}"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["generate", "--state", "paged"], ["bytes", "--layers", "0"], ["nonsense"], []])
