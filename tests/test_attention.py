@@ -199,6 +199,32 @@ def test_export_restore_carry_only_committed_tokens(dtype):
         attention.restore_kv(spec, other.state, pages, jnp.array([0]), jnp.array([spec.hold]), 1)
 
 
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_drafts_never_reach_the_tokens_before_them(short_blocks, part, value):
+    """An output depends only on what its query sees: a draft of NaN leaves the bits of the tokens before it, and of the
+    heads that read other keys; the queries that see it are not finite, so that nothing is hidden."""
+    spec, bucket, at = SMALL, Bucket(2, 6), ["q", "k", "v"].index(part)
+    session = Session(spec)
+    for slot in (0, 3):
+        session.open(slot)
+        session.prefill(Bucket(1, 9, "prefill"), [(slot, 9)])
+    state, ctx = session.state, session.steps.setdefault(bucket, session.step(bucket))[1]
+    ids, index = [0] * 3 + [3] * 3, [0, 1, 2] * 2
+    batch = attention.build_batch(spec, bucket, ids, b_mtp_index=index, b_ready_cache_len=state.length)
+    state, ctx = attention.update(session.layer_spec, ctx, state, batch)
+    inputs = session.draw((6,), np.ones(6, bool))
+    forward = jax.jit(lambda x: attention.forward(session.bindings[1], ctx, state, attention.FullAttentionInputs(*x))[1])
+    want = np.asarray(forward(inputs))
+    inputs[at][1, 0, 2] = value
+    got = np.asarray(forward(inputs))
+    hit = np.zeros(got.shape[:2], bool)
+    hit[1:3, :2] = True
+    np.testing.assert_array_equal(got[~hit], want[~hit])
+    if part == "v" or np.isnan(value):
+        assert np.all(np.isnan(got[hit]))
+
+
 def test_clear_leaves_nothing():
     """R48: a reused slot starts at length 0 with zeros; other slots keep their bits; ids that are not live are dropped."""
     session = Session(SMALL)

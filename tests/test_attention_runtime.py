@@ -521,6 +521,21 @@ def test_R65_varlen_equals_softmax_of_each_sequence(monkeypatch, causal, block):
             np.testing.assert_allclose(o[i], softmax_attention(q[i], k[start:end], v[start:end], 8**-0.5), 2e-5, 2e-6)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_R65_varlen_keeps_sequences_apart(causal):
+    """NaN and infinity in one sequence, or later in a causal one, leave the bits of every other output."""
+    rng, cu = np.random.default_rng(1), jnp.array([0, 5, 9, 12])
+    q, k, v = (draw(rng, 12, heads, 8) for heads in (4, 2, 2))
+    run = jax.jit(partial(attention.varlen_attention, causal=causal))
+    want = np.asarray(run(q, k, v, cu))
+    v[7, 1, 3], v[8, 0, 0] = NAN, np.inf
+    got = np.asarray(run(q, k, v, cu))
+    hit = np.zeros(got.shape[:2], bool)
+    hit[7 if causal else 5 : 9, 2:] = hit[8 if causal else 5 : 9, :2] = True
+    np.testing.assert_array_equal(got[~hit], want[~hit])
+    assert np.all(np.isnan(got[hit]))
+
+
 def test_R65_varlen_checks_backend_and_cu():
     x = jnp.zeros((4, 2, 8))
     with pytest.raises(BackendError, match=r"backend='fa3' is not available for varlen attention: allowed are \('xla',\)"):

@@ -59,8 +59,9 @@ def attend(
     source: pytree that holds the stored sequence; go on with the returned one, it spares a copy when it is donated.
     load(source, at [n]) -> keys [R, n, KVH, Dk], values [R, n, KVH, Dv] at these positions. visible(at [n]) -> [R, N, n]
     bool. o has q's dtype.
-    Scores, softmax and sums are fp32. A query that sees nothing gives exactly zero. Keys and values that no query of
-    their row sees may hold anything, NaN included.
+    Scores, softmax and sums are fp32. A query that sees nothing gives exactly zero. An output depends only on what its
+    own query sees: all else may hold anything, NaN included. A query that sees a value vector that is not finite gives
+    NaN in all Dv entries of the heads that read it.
     """
     r, n, heads, dk = q.shape
     at = jnp.arange(plan.block, dtype=jnp.int32)
@@ -74,9 +75,13 @@ def attend(
         source = lax.optimization_barrier(source)
         k, v = load(source, here)
         seen = visible(here)  # [R, N, n]
-        v = jnp.where(jnp.any(seen, axis=1)[..., None, None], v, jnp.zeros((), v.dtype))
+        # a weight of 0 must not meet NaN or infinity: such a value counts as 0, and the score of whoever sees it is NaN
+        v = v.astype(jnp.float32)
+        finite = jnp.isfinite(v)
+        v = jnp.where(finite, v, 0.0)
+        sound = jnp.moveaxis(jnp.all(finite, axis=-1), 2, 1)[:, :, None, None]  # [R, KVH, 1, 1, n]
         scores = _dot("rnhgd,rphd->rhgnp", q_grouped, k) * scale
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        scores = jnp.where(seen[:, None, None], jnp.where(sound, scores, jnp.nan), -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         # a query that has seen nothing yet has top = -inf; any finite reference makes its weights exp(-inf) = 0
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
