@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, store, when
-from kernels_pallas.decode import zero_rows
+from kernels_pallas.decode import request_tokens, zero_rows
 from kernels_pallas.gates import decay, inverse_norm, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
     LANES,
@@ -43,13 +43,10 @@ def scalar(i: int):
     return lax.full((), i, jnp.int32)
 
 
-def request(r, slots_ref, lens_ref, cu_ref, cursor_ref, hold: int, length: int):
-    """(live, slot, tokens, first token row, n, first record of the live half) of request r; slot 0 when not live."""
-    slot, tokens = slots_ref[r], lens_ref[r]
-    live = (tokens > 0) & (slot >= 0) & (slot < hold)
-    slot = jnp.where(live, slot, 0)
+def live_half(cursor_ref, slot, length: int):
+    """(n, first record) of the live half of a slot."""
     cursor = cursor_ref[slot]
-    return live, slot, tokens, cu_ref[r], lax.rem(cursor, 2 * length), lax.div(cursor, 2 * length) * length
+    return lax.rem(cursor, 2 * length), lax.div(cursor, 2 * length) * length
 
 
 # ------------------------------------------------------------------------------------------------------- pre-kernels
@@ -75,169 +72,188 @@ def _window_keys(k_pool, k_ref, where, j, n, tokens, key_head, levels):
 
 
 def _gates(refs, row, v_head, mask):
-    """decay and beta [N, 1] of the value heads v_head [N, 1] of one token row: loaded, or computed from raw logits; decay is
-    1 and beta 0 where `mask` is false."""
+    """decay and beta of value heads v_head [N, 1] in token rows `row` [1, W]: loaded, or computed from raw logits; decay is 1
+    and beta 0 where `mask` is false."""
     one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
     if len(refs) == 2:
-        a = load(refs[0].at[row, v_head, iota(1, 1)], mask=mask, other=one)
+        a = load(refs[0].at[row, v_head, jnp.zeros_like(row)], mask=mask, other=one)
         return a, load(refs[1].at[row, v_head], mask=mask, other=zero)
 
     def get(ref, *at):
         return load(ref.at[at], mask=mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
 
     a, b, A_log, dt_bias = refs
-    a = decay(get(a, row, v_head), get(A_log, v_head), get(dt_bias, v_head), None)
+    parameter = v_head + jnp.zeros_like(row)
+    a = decay(get(a, row, v_head), get(A_log, parameter), get(dt_bias, parameter), None)
     return jnp.where(mask, a, one), jnp.where(mask, sigmoid(get(b, row, v_head)), zero)
+
+
+def _column(x, t):
+    """Column t of x [N, W] as [N, 1]; the other columns may be NaN."""
+    return jnp.sum(jnp.where(iota(x.shape[1], 1) == t, x, 0.0), axis=1)[:, None]
 
 
 def _gdn_kernel(
     layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, *refs,
     heads: int, width: int, scale: float, m: int, warps: int, interpret: bool
 ):  # fmt: skip
-    """Steps 1 and 2 of GDN for m records of one request and key head: c_jt; the first block also k^, q^, P(0->t) and the
-    records decay, beta. A record k is written by the block that it belongs to."""
+    """Steps 1 and 2 of GDN for m records of one request and key head: c_jt; one more block does k^, q^, P(0->t) and the
+    records."""
     *gates, k_pool, decay_pool, _, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out = refs
     block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
     (_, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_pool.shape[2]
     length, group = k_pool.shape[3] // 2, v_heads // heads
-    levels = pair_levels(k_ref.dtype, k_dim)
-    live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
-    q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
+    blocks, levels = length // m, pair_levels(k_ref.dtype, k_dim)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_pool.shape[1] - 1)
 
-    @when(live & (block * m < n + tokens))
+    @when(tokens > 0)
     def _():
-        j, writes = block * m + iota(m, 0), block == 0
-        keys = _window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, key_head, levels)
-        norms = inverse_norm(keys, levels, interpret)
-
-        # P(j->t) and P(0->t) of the value heads of this group; dead records and missing tokens decay by 1
-        members, later = iota(power_of_two(group), 0), block * m + iota(m, 1)
+        first = cu_ref[r]
+        n, base = live_half(cursor_ref, slot, length)
+        q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
+        token, members = iota(power_of_two(width), 1), iota(power_of_two(group), 0)
         inside, v_head = members < group, head * group + members
-        passed = jnp.ones((members.shape[0], m), jnp.float32)
-        passed_0 = jnp.ones(members.shape, jnp.float32)
         one = jnp.ones((), jnp.float32)
-        for i in range(length):
-            at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(later)]
-            passed = passed * load(at, mask=inside & (later < i) & (i < n), other=one)
-            at = decay_pool.at[layer, slot, v_head, base + i, iota(1, 1)]
-            passed_0 = passed_0 * load(at, mask=inside & (i < n) & writes, other=one)
 
-        def token(t, carry):
-            passed, passed_0 = carry
-            real, row = t < tokens, first + jnp.minimum(t, tokens - 1)
-            a, beta = _gates(gates, first + t, v_head, real & inside)
-            passed = passed * jnp.where(later < n + t, a, 1.0)
-            passed_0 = passed_0 * a
-            for i, (ref, own) in enumerate(((k_ref, key_head), (q_ref, q_head))):
-                x = load_row_pieces(ref, (row, own), m, k_dim, levels, warps)
-                norm = inverse_norm(x, levels, interpret)
-                gram = (read(keys, x, levels, interpret) * norms) * norm
-                x = [p * norm[:, None] for p in x]
-                if i == 1:
-                    gram, x = gram * scale, [p * scale for p in x]
-                store(coef_ref.at[r, v_head, 2 * t + i, later], passed * gram[None, :], mask=inside)
-                store_pieces(x_ref, (r, head), 2 * t + i + j, x, k_dim, levels, mask=(j == 0) & writes)
-            store(scalar_ref.at[r, v_head, 2 * t], passed_0, mask=inside & writes)
-            store(scalar_ref.at[r, v_head, 2 * t + 1], beta, mask=inside & writes)
-            store(decay_out.at[layer, slot, v_head, base + n + t, iota(1, 1)], a, mask=inside & real & writes)
-            store(beta_out.at[layer, slot, v_head, base + n + t], beta, mask=inside & real & writes)
-            return passed, passed_0
+        @when((block < blocks) & (block * m < n + tokens))
+        def _():
+            j, later = block * m + iota(m, 0), block * m + iota(m, 1)
+            keys = _window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, key_head, levels)
+            a, _ = _gates(gates, first + token, v_head, inside & (token < tokens))
+            norms = inverse_norm(keys, levels, interpret)
+            passed = jnp.ones((members.shape[0], m), jnp.float32)  # P(j->t); dead records and missing tokens decay by 1
+            for i in range(1, length):
+                at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(later)]
+                passed = passed * load(at, mask=inside & (later < i) & (i < n), other=one)
 
-        _each_token(width, token, (passed, passed_0))
-        owner = lax.rem(head, heads // key_heads) == 0
-        fresh = (j >= n) & (j < n + tokens)
-        store_pieces(k_out, (layer, slot, key_head), base + j, keys, k_dim, levels, mask=fresh & owner)
+            def advance(t, passed):
+                passed = passed * jnp.where(later < n + t, _column(a, t), 1.0)
+                row = first + jnp.minimum(t, tokens - 1)
+                for i, (ref, own) in enumerate(((k_ref, key_head), (q_ref, q_head))):
+                    x = load_row_pieces(ref, (row, own), m, k_dim, levels, warps)
+                    gram = (read(keys, x, levels, interpret) * norms) * inverse_norm(x, levels, interpret)
+                    gram = gram * scale if i == 1 else gram
+                    store(coef_ref.at[r, v_head, 2 * t + i, later], passed * gram[None, :], mask=inside)
+                return passed
+
+            _each_token(width, advance, passed)
+
+        @when(block == blocks)
+        def _():
+            t = iota(power_of_two(width), 0)
+            k, q = (
+                load_pieces(ref, (first + t,), own, k_dim, levels, mask=t < tokens)
+                for ref, own in ((k_ref, key_head), (q_ref, q_head))
+            )
+            a, beta = _gates(gates, first + token, v_head, inside & (token < tokens))
+            passed = jnp.ones((members.shape[0], token.shape[1]), jnp.float32)  # P(0->t)
+            for i in range(length):
+                at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(token)]
+                passed = passed * load(at, mask=inside & (i < n), other=one)
+            passed = lax.fori_loop(0, tokens, lambda i, p: p * jnp.where(token >= i, _column(a, i), 1.0), passed)
+            k_hat, q_hat = _normalise(k, levels, interpret), [p * scale for p in _normalise(q, levels, interpret)]
+            store_pieces(x_ref, (r, head), 2 * t, k_hat, k_dim, levels, mask=t < width)
+            store_pieces(x_ref, (r, head), 2 * t + 1, q_hat, k_dim, levels, mask=t < width)
+            store(scalar_ref.at[r, v_head, 2 * token], passed, mask=inside & (token < width))
+            store(scalar_ref.at[r, v_head, 2 * token + 1], beta, mask=inside & (token < width))
+            record, real = base + n + token, inside & (token < tokens)
+            store(decay_out.at[layer, slot, v_head, record, jnp.zeros_like(token)], a, mask=real)
+            store(beta_out.at[layer, slot, v_head, record], beta, mask=real)
+            owner = lax.rem(head, heads // key_heads) == 0
+            store_pieces(k_out, (layer, slot, key_head), base + n + t, k, k_dim, levels, mask=(t < tokens) & owner)
+
+
+def _normalise(pieces, levels, interpret):
+    norm = inverse_norm(pieces, levels, interpret)
+    return [p * norm[:, None] for p in pieces]
 
 
 def _kda_kernel(
-    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, k_pool, decay_pool, beta_pool,
-    x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out,
-    *, width: int, scale: float, m: int, warps: int, interpret: bool
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, raw_ref,
+    k_pool, decay_pool, beta_pool, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out,
+    *, width: int, m: int, warps: int, interpret: bool
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request, head and m records: c_jt; one more block does P(0->t) x and the records."""
     block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
     k_dim, length = q_ref.shape[2], k_pool.shape[3] // 2
-    blocks = length // m
-    levels = pair_levels(k_ref.dtype, k_dim)
-    live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, k_pool.shape[1] - 1, length)
+    blocks, levels = length // m, pair_levels(raw_ref.dtype, k_dim)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_pool.shape[1] - 1)
 
-    def decay_by(pieces, ref, lead, applies):
+    def decay_by(pieces, ref, lead, applies, levels):
         """Pieces times the decay ref[*lead] in the rows where `applies` [M, 1]."""
         a = load_row_pieces(ref, lead, pieces[0].shape[0], k_dim, levels, warps)
         return [x * jnp.where(applies, y, 1.0) for x, y in zip(pieces, a, strict=True)]
 
-    def decay_by_records(pieces, start, rows):
-        """Pieces times the decays of the records start..n-1, in the rows [M, 1] before each."""
-
-        def body(i, pieces):
-            for step in range(STEP):
-                at = start + i * STEP + step
-                lead = (layer, slot, head, base + jnp.minimum(at, n - 1))
-                pieces = decay_by(pieces, decay_pool, lead, (rows < at) & (at < n))
-            return pieces
-
-        return lax.fori_loop(0, lax.div(jnp.maximum(n - start, 0) + (STEP - 1), STEP), body, pieces)
-
-    def normalise(pieces):
-        norm = inverse_norm(pieces, levels, interpret)
-        return [p * norm[:, None] for p in pieces]
-
-    @when(live & (block < blocks) & (block * m < n + tokens))
+    @when(tokens > 0)
     def _():
-        j = block * m + iota(m, 0)
-        keys = normalise(_window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, head, levels))
-        keys = decay_by_records(keys, block * m, j)
-        lane = block * m + jnp.arange(m, dtype=jnp.int32)
+        first = cu_ref[r]
+        n, base = live_half(cursor_ref, slot, length)
 
-        def token(t, keys):
-            row = first + jnp.minimum(t, tokens - 1)
-            keys = decay_by(keys, decay_ref, (row, head), (j < n + t) & (t < tokens))
-            for i, ref in enumerate((k_ref, q_ref)):
-                x = normalise(load_row_pieces(ref, (row, head), m, k_dim, levels, warps))
-                if i == 1:
-                    x = [p * scale for p in x]
-                store(coef_ref.at[r, head, 2 * t + i, lane], read(keys, x, levels, interpret))
-            return keys
+        def decay_by_records(pieces, start, rows, levels):
+            """Pieces times the decays of the records start..n-1, each in the rows [M, 1] before it."""
 
-        _each_token(width, token, keys)
+            def body(i, pieces):
+                for step in range(STEP):
+                    at = start + i * STEP + step
+                    lead = (layer, slot, head, base + jnp.minimum(at, n - 1))
+                    pieces = decay_by(pieces, decay_pool, lead, (rows < at) & (at < n), levels)
+                return pieces
 
-    @when(live & (block == blocks))
-    def _():
-        t = iota(power_of_two(width), 0)
-        real, inside = t < tokens, t < width
-        k_raw, q_raw = (load_pieces(ref, (first + t,), head, k_dim, levels, mask=real) for ref in (k_ref, q_ref))
-        k_hat, q_hat = normalise(k_raw), [p * scale for p in normalise(q_raw)]
-        passed = decay_by_records([jnp.ones_like(p) for p in k_hat], 0, -1 - t)
-        passed = lax.fori_loop(0, tokens, lambda i, p: decay_by(p, decay_ref, (first + i, head), t >= i), passed)
-        for i, x in enumerate((k_hat, q_hat)):
-            x = [a * b for a, b in zip(passed, x, strict=True)]
-            store_pieces(x_ref, (r, head), 2 * t + i, x, k_dim, levels, mask=inside)
-        decay = load_pieces(decay_ref, (first + t,), head, k_dim, levels, mask=real, other=1.0)
-        beta = load(beta_ref.at[first + t, head], mask=real, other=jnp.zeros((), jnp.float32))
-        store(scalar_ref.at[r, head, 2 * t + 1], beta, mask=inside)
-        at = base + n + t
-        store_pieces(k_out, (layer, slot, head), at, k_raw, k_dim, levels, mask=real)
-        store_pieces(decay_out, (layer, slot, head), at, decay, k_dim, levels, mask=real)
-        store(beta_out.at[layer, slot, head, at], beta, mask=real)
+            return lax.fori_loop(0, lax.div(jnp.maximum(n - start, 0) + (STEP - 1), STEP), body, pieces)
+
+        @when((block < blocks) & (block * m < n + tokens))
+        def _():
+            j = block * m + iota(m, 0)
+            keys = _window_keys(k_pool, raw_ref, (layer, slot, base, first), j, n, tokens, head, levels)
+            keys = decay_by_records(_normalise(keys, levels, interpret), block * m, j, levels)
+            lane = block * m + jnp.arange(m, dtype=jnp.int32)
+
+            def advance(t, keys):
+                row = first + jnp.minimum(t, tokens - 1)
+                keys = decay_by(keys, decay_ref, (row, head), (j < n + t) & (t < tokens), levels)
+                for i, ref in enumerate((k_ref, q_ref)):
+                    x = load_row_pieces(ref, (row, head), m, k_dim, levels, warps)
+                    store(coef_ref.at[r, head, 2 * t + i, lane], read(keys, x, levels, interpret))
+                return keys
+
+            _each_token(width, advance, keys)
+
+        @when(block == blocks)
+        def _():
+            t, levels = iota(power_of_two(width), 0), pair_levels(jnp.float32, k_dim)
+            real, inside, at = t < tokens, t < width, base + n + t
+            k_hat, q_hat, raw = (load_pieces(x, (first + t,), head, k_dim, levels, real) for x in (k_ref, q_ref, raw_ref))
+            a = load_pieces(decay_ref, (first + t,), head, k_dim, levels, real, other=1.0)
+            passed = decay_by_records([jnp.ones_like(p) for p in k_hat], 0, -1 - t, levels)
+            passed = lax.fori_loop(0, tokens, lambda i, p: decay_by(p, decay_ref, (first + i, head), t >= i, levels), passed)
+            for i, x in enumerate((k_hat, q_hat)):
+                x = [a * b for a, b in zip(passed, x, strict=True)]
+                store_pieces(x_ref, (r, head), 2 * t + i, x, k_dim, levels, mask=inside)
+            beta = load(beta_ref.at[first + t, head], mask=real, other=jnp.zeros((), jnp.float32))
+            store(scalar_ref.at[r, head, 2 * t + 1], beta, mask=inside)
+            store(beta_out.at[layer, slot, head, at], beta, mask=real)
+            store_pieces(k_out, (layer, slot, head), at, raw, k_dim, levels, mask=real)
+            store_pieces(decay_out, (layer, slot, head), at, a, k_dim, levels, mask=real)
 
 
 def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int = 1):
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
-    index: (layer [1], slots [R], verify_len [R], cu [R+1]) int32; cursor [S] int32 (the forward's copy). tokens: q [T, H, K],
-    k [T, KH, K] raw, then decay [T, HV, G] and beta [T, HV] fp32 or, in GDN, the raw a, b [T, HV], A_log and dt_bias [HV],
-    whose gates are then computed inside. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta [layers, S,
-    HV, 2L], written at the records n..n+T_r-1 of each live half.
+    index: (layer [1], slots [R], verify_len [R], cu [R+1]) int32; cursor [S] int32 (the forward's copy). tokens, GDN: raw
+    q [T, H, K] and k [T, KH, K], then decay [T, HV, 1] and beta [T, HV] fp32, or the raw a, b [T, HV], A_log and dt_bias
+    [HV] whose gates are then computed inside. KDA: q^, k^ [T, HV, K], decay [T, HV, K], beta [T, HV] fp32 and raw k.
+    pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L], written at the records
+    n..n+T_r-1 of each live half; donate them.
 
     Returns x [R, heads, 2W, K] fp32 (row 2t is k^_t, 2t+1 is q^_t scaled; KDA: times P(0->t)), c [R, HV, 2W, L] fp32
-    (columns n + i are window tokens i), scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta), and the pools.
-    Rows of requests that are not live are left unwritten. heads is H when H = KH, else HV.
+    (columns n + i are window tokens i), scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta), and the pools. Rows of
+    requests that are not live, and columns of c at n + T_r and beyond, may be left unwritten. heads is H when H = KH, else
+    HV.
     """
     q, k = tokens[:2]
     requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
     length, gdn = double // 2, gates == 1
-    rows = min(ROWS, length)
-    heads = q.shape[1] if q.shape[1] == k.shape[1] else v_heads
+    heads, rows = q.shape[1] if q.shape[1] == k.shape[1] else v_heads, min(ROWS, length)
     scratch = [
         jax.ShapeDtypeStruct((requests, heads, 2 * width, k_dim), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width, length), jnp.float32),
@@ -246,15 +262,14 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     x, coef, scalars, *pools = call(
         _gdn_kernel if gdn else _kda_kernel,
         (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
-        grid=(length // rows + (not gdn), heads, requests),
+        grid=(length // rows + 1, heads, requests),
         name=f"replay_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
         num_warps=num_warps,
         aliases={len(index) + 1 + len(tokens) + i: 3 + i for i in range(3)},
         width=width,
-        scale=scale,
         m=rows,
         warps=num_warps,
-        **({"heads": heads} if gdn else {}),
+        **({"heads": heads, "scale": scale} if gdn else {}),
     )(*index, cursor, *tokens, *pools)
     return x, coef, scalars, pools
 
@@ -271,17 +286,18 @@ def _outputs_kernel(
     x_heads, k_dim = x_ref.shape[1], x_ref.shape[3]
     v_heads, length = v_ref.shape[1], d_pool.shape[3] // 2
     levels = pair_levels(state_ref.dtype, k_dim)
-    live, slot, tokens, first, n, base = request(r, slots_ref, lens_ref, cu_ref, cursor_ref, state_ref.shape[1] - 1, length)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
     x_head = lax.div(head, v_heads // x_heads)
     rows = block * block_v + iota(block_v, 0)
     lane = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
     zero = jnp.zeros((), jnp.float32)
 
-    zero_rows(o_ref, cu_ref, head, r, lane)
-
-    @when(live)
+    @when(tokens > 0)
     def _():
+        # the state first: it is nearly all of the traffic, and depends on nothing but the slot
         state = load_pieces(state_ref, (layer, slot, head), rows, k_dim, levels)
+        first = cu_ref[r]
+        n, base = live_half(cursor_ref, slot, length)
         d_old = [
             load(d_pool.at[layer, slot, head, base + cols, rows], mask=cols < n, other=zero) for cols in _record_columns(length)
         ]
@@ -334,6 +350,8 @@ def _outputs_kernel(
                 o.append(window(h[2 * t + 1], scalar(2 * t + 1), d_new))
             for t in range(width):
                 put(scalar(t), v[t], d_new[t], o[t])
+
+    zero_rows(o_ref, cu_ref, head, r, lane)
 
 
 def _record_columns(length: int):

@@ -35,12 +35,10 @@ UNROLL = tl.constexpr(8)  # windows up to this width are unrolled
 
 
 @triton.jit
-def request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L: tl.constexpr):
-    """(slot, tokens, first token row, n, first record of the live half) of request r; 0 tokens and slot 0 when not live."""
-    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
-    slot = tl.where(tokens > 0, slot, 0)
+def live_half(cursor_ptr, slot, L: tl.constexpr):
+    """(n, first record) of the live half of a slot."""
     cursor = tl.load(cursor_ptr + slot)
-    return slot, tokens, tl.load(cu_ptr + r).to(tl.int64), cursor % (2 * L), cursor // (2 * L) * L
+    return cursor % (2 * L), cursor // (2 * L) * L
 
 
 # ------------------------------------------------------------------------------------------------------- pre-kernels
@@ -72,16 +70,16 @@ def _window_keys(old_ptr, new_ptr, j, n, tokens, KH: tl.constexpr, K: tl.constex
 
 @triton.jit
 def _gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr, RAW: tl.constexpr):
-    """decay and beta [N, 1] of the value heads v_head [N, 1] of one token row: loaded, or computed from raw logits; decay is
-    1 and beta 0 where `mask` is false."""
+    """decay and beta of value heads v_head [N, 1] in token rows `row` [1, W]: loaded, or computed from raw logits; decay is 1
+    and beta 0 where `mask` is false."""
     at = row * HV + v_head
     if RAW:
         a, b = (
             tl.load(a_ptr + at, mask=mask, other=0.0).to(tl.float32),
             tl.load(b_ptr + at, mask=mask, other=0.0).to(tl.float32),
         )
-        A_log = tl.load(A_ptr + v_head, mask=mask, other=0.0).to(tl.float32)
-        dt_bias = tl.load(dt_ptr + v_head, mask=mask, other=0.0).to(tl.float32)
+        A_log = tl.load(A_ptr + v_head + row * 0, mask=mask, other=0.0).to(tl.float32)
+        dt_bias = tl.load(dt_ptr + v_head + row * 0, mask=mask, other=0.0).to(tl.float32)
         a, b = tl.where(mask, decay(a, A_log, dt_bias, None), 1.0), tl.where(mask, sigmoid(b), 0.0)
     else:
         a, b = tl.load(a_ptr + at, mask=mask, other=1.0), tl.load(b_ptr + at, mask=mask, other=0.0)
@@ -89,95 +87,99 @@ def _gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr, RAW
 
 
 @triton.jit
+def _column(x, t):
+    """Column t of x [N, W] as [N, 1]; the other columns may be NaN."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] == t, x, 0.0), axis=1)[:, None]
+
+
+@triton.jit
 def _gdn_token(
-    t, passed, passed_0, keys, norms, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
-    decay_out, beta_out, first, tokens, n, v_head, inside,
-    block, M: tl.constexpr, W: tl.constexpr, H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    t, passed, keys, norms, a, q_ptr, k_ptr, coef_ptr, tokens, n, v_head, later, inside, M: tl.constexpr, W: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Coefficients, k^, q^ and the records decay, beta of token t; returns the decay products up to t."""
-    j, later, writes = tl.arange(0, M)[:, None], block * M + tl.arange(0, M)[None, :], block == 0
-    real, row = t < tokens, first + tl.minimum(t, tokens - 1)
-    a, beta = _gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + t, v_head, inside & real, HV, RAW)
-    passed = passed * tl.where(later < n + t, a, 1.0)
-    passed_0 = passed_0 * a
-
+    """Coefficients of token t; returns the decay products up to t."""
+    passed = passed * tl.where(later < n + t, _column(a, t), 1.0)
+    row, out = tl.minimum(t, tokens - 1), coef_ptr + (v_head * (2 * W) + 2 * t) * L + later
     x = load_row_pieces(k_ptr + row * (KH * K), M, K, LEVELS, WARPS)
-    norm = inverse_norm(x, LEVELS)
-    gram = (read(keys, x, LEVELS) * norms) * norm
-    x = times(x, (norm[:, None],))
-    tl.store(coef_ptr + (v_head * (2 * W) + 2 * t) * L + later, passed * gram[None, :], mask=inside)
-    store_pieces(x_ptr + 2 * t * K, j, 0, x, (j == 0) & writes, K, LEVELS, "")
-
+    gram = (read(keys, x, LEVELS) * norms) * inverse_norm(x, LEVELS)
+    tl.store(out, passed * gram[None, :], mask=inside)
     x = load_row_pieces(q_ptr + row * (H * K), M, K, LEVELS, WARPS)
-    norm = inverse_norm(x, LEVELS)
-    gram = ((read(keys, x, LEVELS) * norms) * norm) * SCALE
-    x = times(times(x, (norm[:, None],)), (SCALE,))
-    tl.store(coef_ptr + (v_head * (2 * W) + 2 * t + 1) * L + later, passed * gram[None, :], mask=inside)
-    store_pieces(x_ptr + (2 * t + 1) * K, j, 0, x, (j == 0) & writes, K, LEVELS, "")
-
-    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t, passed_0, mask=inside & writes)
-    tl.store(scalar_ptr + v_head * (2 * W) + 2 * t + 1, beta, mask=inside & writes)
-    tl.store(decay_out + v_head * (2 * L) + t, a, mask=inside & real & writes)
-    tl.store(beta_out + v_head * (2 * L) + t, beta, mask=inside & real & writes)
-    return passed, passed_0
+    gram = ((read(keys, x, LEVELS) * norms) * inverse_norm(x, LEVELS)) * SCALE
+    tl.store(out + L, passed * gram[None, :], mask=inside)
+    return passed
 
 
 @triton.jit
 def _gdn_kernel(
     slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, k_pool, decay_pool, beta_pool,
-    x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, KH: tl.constexpr,
-    HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, MEMBERS: tl.constexpr, LEVELS: tl.constexpr,
-    WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, W2: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
+    KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, MEMBERS: tl.constexpr,
+    LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 of GDN for M records of one request and key head: c_jt; the first block also k^, q^, P(0->t) and the
-    records decay, beta. A record k is written by the block that it belongs to."""
+    """Steps 1 and 2 of GDN for M records of one request and key head: c_jt; one more block does k^, q^, P(0->t) and the
+    records."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
-    if (tokens > 0) & (block * M < n + tokens):
+    BLOCKS: tl.constexpr = L // M
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    if tokens > 0:
+        first = tl.load(cu_ptr + r).to(tl.int64)
+        n, base = live_half(cursor_ptr, slot, L)
         row, key_head, GROUP = layer * S + slot, head // (HEADS // KH), HV // HEADS
         key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
-        j = block * M + tl.arange(0, M)[:, None]
-        keys = _window_keys(key_at, k_ptr + (first * KH + key_head) * K, j, n, tokens, KH, K, LEVELS)
-        norms = inverse_norm(keys, LEVELS)
-
-        # P(j->t) and P(0->t) of the value heads of this group; dead records and missing tokens decay by 1
-        members, later = tl.arange(0, MEMBERS)[:, None], block * M + tl.arange(0, M)[None, :]
+        q_ptr, k_ptr = q_ptr + (first * H + head // (HEADS // H)) * K, k_ptr + (first * KH + key_head) * K
+        token = tl.arange(0, W2)[None, :]
+        members = tl.arange(0, MEMBERS)[:, None]
         inside, v_head = members < GROUP, head * GROUP + members
         decay_at, beta_at = decay_pool + row * (HV * 2 * L) + base, beta_pool + row * (HV * 2 * L) + base
-        passed, passed_0 = tl.full([MEMBERS, M], 1.0, tl.float32), tl.full([MEMBERS, 1], 1.0, tl.float32)
-        for i in tl.static_range(L):
-            at = decay_at + v_head * (2 * L) + i
-            passed = passed * tl.load(at + tl.zeros([1, M], tl.int32), mask=inside & (later < i) & (i < n), other=1.0)
-            passed_0 = passed_0 * tl.load(at, mask=inside & (i < n) & (block == 0), other=1.0)
-
-        q_ptr, k_row = q_ptr + head // (HEADS // H) * K, k_ptr + key_head * K
-        x_ptr, coef_ptr, scalar_ptr = (
-            x_ptr + (r * HEADS + head) * (2 * W * K),
-            coef_ptr + r * (HV * 2 * W * L),
-            scalar_ptr + r * (HV * 2 * W),
-        )
-        if W <= UNROLL:
-            for t in tl.static_range(W):
-                passed, passed_0 = _gdn_token(
-                    t, passed, passed_0, keys, norms, q_ptr, k_row, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
-                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, block, M, W, H, KH,
-                    HV, K, L, LEVELS, WARPS, RAW, SCALE,
-                )  # fmt: skip
-        else:
-            for t in range(W):
-                passed, passed_0 = _gdn_token(
-                    t, passed, passed_0, keys, norms, q_ptr, k_row, a_ptr, b_ptr, A_ptr, dt_ptr, x_ptr, coef_ptr, scalar_ptr,
-                    decay_at + n, beta_at + n, first, tokens, n, v_head, inside, block, M, W, H, KH,
-                    HV, K, L, LEVELS, WARPS, RAW, SCALE,
-                )  # fmt: skip
-        owner = head % (HEADS // KH) == 0
-        store_pieces(key_at, j, K, keys, (j >= n) & (j < n + tokens) & owner, K, LEVELS, "")
+        if (block < BLOCKS) & (block * M < n + tokens):
+            j, later = block * M + tl.arange(0, M)[:, None], block * M + tl.arange(0, M)[None, :]
+            keys = _window_keys(key_at, k_ptr, j, n, tokens, KH, K, LEVELS)
+            a, _ = _gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + token, v_head, inside & (token < tokens), HV, RAW)
+            norms = inverse_norm(keys, LEVELS)
+            passed = tl.full([MEMBERS, M], 1.0, tl.float32)  # P(j->t); dead records and missing tokens decay by 1
+            for i in tl.static_range(1, L):
+                at = decay_at + v_head * (2 * L) + i + tl.zeros([1, M], tl.int32)
+                passed = passed * tl.load(at, mask=inside & (later < i) & (i < n), other=1.0)
+            coef_ptr += r * (HV * 2 * W * L)
+            if W <= UNROLL:
+                for t in tl.static_range(W):
+                    passed = _gdn_token(
+                        t, passed, keys, norms, a, q_ptr, k_ptr, coef_ptr, tokens, n, v_head, later, inside,
+                        M, W, H, KH, K, L, LEVELS, WARPS, SCALE,
+                    )  # fmt: skip
+            else:
+                for t in range(W):
+                    passed = _gdn_token(
+                        t, passed, keys, norms, a, q_ptr, k_ptr, coef_ptr, tokens, n, v_head, later, inside,
+                        M, W, H, KH, K, L, LEVELS, WARPS, SCALE,
+                    )  # fmt: skip
+        if block == BLOCKS:
+            t = tl.arange(0, W2)[:, None]
+            k = load_pieces(k_ptr, t, KH * K, t < tokens, 0.0, K, LEVELS)
+            q = load_pieces(q_ptr, t, H * K, t < tokens, 0.0, K, LEVELS)
+            a, beta = _gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + token, v_head, inside & (token < tokens), HV, RAW)
+            passed = tl.full([MEMBERS, W2], 1.0, tl.float32)  # P(0->t)
+            for i in tl.static_range(L):
+                passed = passed * tl.load(decay_at + v_head * (2 * L) + i + token * 0, mask=inside & (i < n), other=1.0)
+            for i in range(tokens):
+                passed = passed * tl.where(token >= i, _column(a, i), 1.0)
+            x_ptr += (r * HEADS + head) * (2 * W * K)
+            store_pieces(x_ptr, 2 * t, K, normalise(k, LEVELS), t < W, K, LEVELS, "")
+            store_pieces(x_ptr, 2 * t + 1, K, times(normalise(q, LEVELS), (SCALE,)), t < W, K, LEVELS, "")
+            scalar_at = scalar_ptr + (r * HV + v_head) * (2 * W) + 2 * token
+            tl.store(scalar_at, passed, mask=inside & (token < W))
+            tl.store(scalar_at + 1, beta, mask=inside & (token < W))
+            record, real = v_head * (2 * L) + n + token, inside & (token < tokens)
+            tl.store(decay_at + record, a, mask=real)
+            tl.store(beta_at + record, beta, mask=real)
+            if head % (HEADS // KH) == 0:
+                store_pieces(key_at + n * K, t, K, k, t < tokens, K, LEVELS, "")
 
 
 @triton.jit
-def _decay_by(pieces, ptr, i, applies, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
-    """Pieces times the decay at ptr (record or token i) in the rows where `applies` [M, 1]."""
+def _decay_by(pieces, ptr, applies, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
+    """Pieces times the decay behind ptr in the rows where `applies` [M, 1]."""
     a = load_row_pieces(ptr, M, K, LEVELS, WARPS)
     out = ()
     for p in tl.static_range(len(pieces)):
@@ -188,104 +190,104 @@ def _decay_by(pieces, ptr, i, applies, M: tl.constexpr, K: tl.constexpr, LEVELS:
 @triton.jit
 def _kda_token(
     t, keys, q_ptr, k_ptr, decay_ptr, coef_ptr, j, tokens, n, M: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
+    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Decay the keys of earlier rows by token t and write the coefficients of these rows; returns the keys."""
-    row, out = tl.minimum(t, tokens - 1) * (HV * K), tl.ravel(j)
-    keys = _decay_by(keys, decay_ptr + row, t, (j < n + t) & (t < tokens), M, K, LEVELS, WARPS)
-    x = normalise(load_row_pieces(k_ptr + row, M, K, LEVELS, WARPS), LEVELS)
-    tl.store(coef_ptr + 2 * t * L + out, read(keys, x, LEVELS))
-    x = times(normalise(load_row_pieces(q_ptr + row, M, K, LEVELS, WARPS), LEVELS), (SCALE,))
-    tl.store(coef_ptr + (2 * t + 1) * L + out, read(keys, x, LEVELS))
+    row, out = tl.minimum(t, tokens - 1) * (HV * K), coef_ptr + 2 * t * L + tl.ravel(j)
+    keys = _decay_by(keys, decay_ptr + row, (j < n + t) & (t < tokens), M, K, LEVELS, WARPS)
+    tl.store(out, read(keys, load_row_pieces(k_ptr + row, M, K, LEVELS, WARPS), LEVELS))
+    tl.store(out + L, read(keys, load_row_pieces(q_ptr + row, M, K, LEVELS, WARPS), LEVELS))
     return keys
 
 
 @triton.jit
 def _kda_kernel(
-    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, k_pool, decay_pool, beta_pool,
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
     x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, W2: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, SCALE: tl.constexpr,
+    L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request, head and M records: c_jt; one more block does P(0->t) x and the records."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     BLOCKS: tl.constexpr = L // M
-    slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
-    record = ((layer * S + slot) * HV + head) * (2 * L) + base
-    token = first * HV + head
-    q_ptr, k_ptr, a_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K
-    old_decay = decay_pool + record * K
-    own = r * HV + head
-    if (tokens > 0) & (block < BLOCKS) & (block * M < n + tokens):
-        j = block * M + tl.arange(0, M)[:, None]
-        keys = normalise(_window_keys(k_pool + record * K, k_ptr, j, n, tokens, HV, K, LEVELS), LEVELS)
-        for start in range(block * M, n, STEP):
-            for step in tl.static_range(STEP):
-                i = start + step
-                keys = _decay_by(keys, old_decay + tl.minimum(i, n - 1) * K, i, (j < i) & (i < n), M, K, LEVELS, WARPS)
-        coef_ptr += own * (2 * W * L)
-        if W <= UNROLL:
-            for t in tl.static_range(W):
-                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS, SCALE)
-        else:
-            for t in range(W):
-                keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS, SCALE)
-    if (tokens > 0) & (block == BLOCKS):
-        t = tl.arange(0, W2)[:, None]
-        real, inside = t < tokens, t < W
-        k_raw = load_pieces(k_ptr, t, HV * K, real, 0.0, K, LEVELS)
-        k_hat = normalise(k_raw, LEVELS)
-        q_hat = times(normalise(load_pieces(q_ptr, t, HV * K, real, 0.0, K, LEVELS), LEVELS), (SCALE,))
-        passed = ones_like(k_hat)
-        for start in range(0, n, STEP):
-            for step in tl.static_range(STEP):
-                i = start + step
-                passed = _decay_by(passed, old_decay + tl.minimum(i, n - 1) * K, i, (t >= 0) & (i < n), W2, K, LEVELS, WARPS)
-        for i in range(tokens):
-            passed = _decay_by(passed, a_ptr + i * (HV * K), i, t >= i, W2, K, LEVELS, WARPS)
-        x_ptr += own * (2 * W * K)
-        store_pieces(x_ptr, 2 * t, K, times(passed, k_hat), inside, K, LEVELS, "")
-        store_pieces(x_ptr, 2 * t + 1, K, times(passed, q_hat), inside, K, LEVELS, "")
-        beta = tl.load(beta_ptr + token + t * HV, mask=real, other=0.0)
-        tl.store(scalar_ptr + own * (2 * W) + 2 * t + 1, beta, mask=inside)
-        tl.store(beta_pool + record + n + t, beta, mask=real)
-        store_pieces(k_pool + (record + n) * K, t, K, k_raw, real, K, LEVELS, "")
-        store_pieces(old_decay + n * K, t, K, load_pieces(a_ptr, t, HV * K, real, 1.0, K, LEVELS), real, K, LEVELS, "")
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    if tokens > 0:
+        first = tl.load(cu_ptr + r).to(tl.int64)
+        n, base = live_half(cursor_ptr, slot, L)
+        record, token, own = ((layer * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
+        q_ptr, k_ptr, a_ptr, raw_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K, raw_ptr + token * K
+        old_key, old_decay = k_pool + record * K, decay_pool + record * K
+        if (block < BLOCKS) & (block * M < n + tokens):
+            j = block * M + tl.arange(0, M)[:, None]
+            keys = normalise(_window_keys(old_key, raw_ptr, j, n, tokens, HV, K, LEVELS), LEVELS)
+            for start in range(block * M, n, STEP):
+                for step in tl.static_range(STEP):
+                    i = start + step
+                    keys = _decay_by(keys, old_decay + tl.minimum(i, n - 1) * K, (j < i) & (i < n), M, K, LEVELS, WARPS)
+            coef_ptr += own * (2 * W * L)
+            if W <= UNROLL:
+                for t in tl.static_range(W):
+                    keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS)
+            else:
+                for t in range(W):
+                    keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS)
+        if block == BLOCKS:
+            t = tl.arange(0, W2)[:, None]
+            real, inside = t < tokens, t < W
+            k_hat, q_hat = load_pieces(k_ptr, t, HV * K, real, 0.0, K, 2), load_pieces(q_ptr, t, HV * K, real, 0.0, K, 2)
+            a = load_pieces(a_ptr, t, HV * K, real, 1.0, K, 2)
+            passed = ones_like(k_hat)
+            for start in range(0, n, STEP):
+                for step in tl.static_range(STEP):
+                    i = start + step
+                    passed = _decay_by(passed, old_decay + tl.minimum(i, n - 1) * K, (t >= 0) & (i < n), W2, K, 2, WARPS)
+            for i in range(tokens):
+                passed = _decay_by(passed, a_ptr + i * (HV * K), t >= i, W2, K, 2, WARPS)
+            x_ptr += own * (2 * W * K)
+            store_pieces(x_ptr, 2 * t, K, times(passed, k_hat), inside, K, 2, "")
+            store_pieces(x_ptr, 2 * t + 1, K, times(passed, q_hat), inside, K, 2, "")
+            beta = tl.load(beta_ptr + token + t * HV, mask=real, other=0.0)
+            tl.store(scalar_ptr + own * (2 * W) + 2 * t + 1, beta, mask=inside)
+            tl.store(beta_pool + record + n + t, beta, mask=real)
+            raw = load_pieces(raw_ptr, t, HV * K, real, 0.0, K, 2)
+            store_pieces(old_key + n * K, t, K, raw, real, K, 2, "")
+            store_pieces(old_decay + n * K, t, K, a, real, K, 2, "")
 
 
 def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int = 1):
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
-    index: (layer, slots [R], verify_len [R], cu [R+1]) int32, layer an int; cursor [S] int32 (the forward's copy). tokens:
-    q [T, H, K], k [T, KH, K] raw, then decay [T, HV, G] and beta [T, HV] fp32 or, in GDN, the raw a, b [T, HV], A_log and
-    dt_bias [HV], whose gates are then computed inside. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta
-    [layers, S, HV, 2L], written in place at the records n..n+T_r-1 of each live half.
+    index: (layer, slots [R], verify_len [R], cu [R+1]) int32, layer an int; cursor [S] int32 (the forward's copy). tokens,
+    GDN: raw q [T, H, K] and k [T, KH, K], then decay [T, HV, 1] and beta [T, HV] fp32, or the raw a, b [T, HV], A_log and
+    dt_bias [HV] whose gates are then computed inside. KDA: q^, k^ [T, HV, K], decay [T, HV, K], beta [T, HV] fp32 and raw
+    k. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L], written in place at the
+    records n..n+T_r-1 of each live half.
 
     Returns x [R, heads, 2W, K] fp32 (row 2t is k^_t, 2t+1 is q^_t scaled; KDA: times P(0->t)), c [R, HV, 2W, L] fp32
     (columns n + i are window tokens i) and scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta). Rows of requests that
-    are not live are left unwritten. heads is H when H = KH, else HV.
+    are not live, and columns of c at n + T_r and beyond, may be left unwritten. heads is H when H = KH, else HV.
     """
-    (q, k, *gates), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
+    (q, k, *rest), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
     requests, (s, v_heads, double, channels), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
-    length, key_heads, levels = double // 2, k.shape[1], pair_levels(k.dtype, k_dim)
-    rows = min(ROWS, length)
+    length, key_heads, levels = double // 2, k.shape[1], pair_levels(k_pool.dtype, k_dim)
+    rows, w2 = min(ROWS, length), triton.next_power_of_2(width)
     heads = q.shape[1] if q.shape[1] == key_heads else v_heads
     x, coef, scalars = (
         torch.empty((requests, h, 2 * width, *last), dtype=torch.float32, device=q.device)
         for h, last in ((heads, (k_dim,)), (v_heads, (length,)), (v_heads, ()))
     )
     launch = dict(num_warps=num_warps, num_stages=1, enable_fp_fusion=False)
+    grid = (length // rows + 1, heads, requests)
     if requests and channels == 1:
-        raw = len(gates) == 4
-        gates = gates if raw else [*gates, *gates]
-        _gdn_kernel[(length // rows, heads, requests)](
-            slots, verify_len, cu, cursor, q, k, *gates, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
-            heads, q.shape[1], key_heads, v_heads, k_dim, length, rows, triton.next_power_of_2(v_heads // heads), levels,
-            num_warps, raw, scale, **launch,
+        raw = len(rest) == 4
+        _gdn_kernel[grid](
+            slots, verify_len, cu, cursor, q, k, *(rest if raw else (*rest, *rest)), k_pool, decay_pool, beta_pool,
+            x, coef, scalars, layer, s, width, w2, heads, q.shape[1], key_heads, v_heads, k_dim, length, rows,
+            triton.next_power_of_2(v_heads // heads), levels, num_warps, raw, scale, **launch,
         )  # fmt: skip
     elif requests:
-        _kda_kernel[(length // rows + 1, heads, requests)](
-            slots, verify_len, cu, cursor, q, k, *gates, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
-            triton.next_power_of_2(width), v_heads, k_dim, length, rows, levels, num_warps, scale, **launch,
+        _kda_kernel[grid](
+            slots, verify_len, cu, cursor, q, k, *rest, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
+            w2, v_heads, k_dim, length, rows, levels, num_warps, **launch,
         )  # fmt: skip
     return x, coef, scalars
 
@@ -340,13 +342,15 @@ def _outputs_kernel(
 ):  # fmt: skip
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot, tokens, first, n, base = request(slots_ptr, lens_ptr, cu_ptr, cursor_ptr, r, S, L)
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
-    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
     if tokens > 0:
+        # the state first: it is nearly all of the traffic, and depends on nothing but the slot
         row = (layer * S + slot) * HV + head
         state = load_pieces(state_ptr + row * (V * K), column, K, column < V, 0.0, K, LEVELS)
+        first = tl.load(cu_ptr + r).to(tl.int64)
+        n, base = live_half(cursor_ptr, slot, L)
         d_at, v_at = d_pool + (row * (2 * L) + base) * V, v_pool + (row * (2 * L) + base + n) * V
         d_old = ()
         for p in tl.static_range((L + (LANES << RECORD_LEVELS) - 1) // (LANES << RECORD_LEVELS)):
@@ -390,6 +394,7 @@ def _outputs_kernel(
                 o = _project(state, d_old, x_row + K, c_row + L, p0, n, M, K, L, LEVELS, WARPS, GDN)
                 o = _window(o, ds, t + 1, c_row + L + n, tokens, True)
                 _put(t, v, d, o, o_at, v_at, d_at, rows, tokens, HV, V)
+    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
 
 
 def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):

@@ -133,10 +133,10 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
     from kernels_pallas import project
 
     layout, config, h = receipt.layout, receipt.config, state.extra
-    if isinstance(x, CoreInputs):
-        tokens = (x.q_raw, x.k, x.decay, x.beta)
-    else:
+    if isinstance(x, LinearInputs):
         tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
+    else:
+        tokens = (x.q_raw, x.k, x.decay, x.beta) if spec.rule == "gdn" else (x.q, x.k_hat, x.decay, x.beta, x.k)
     index = (jnp.asarray(row, jnp.int32).reshape(1), layout.slots, layout.verify_len, layout.cu)
     *coefficients, (k, decay, beta) = project.coefficients(
         index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale
