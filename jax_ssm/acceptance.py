@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import concrete, pytree
+from jax_ssm.state import check_row, concrete, pytree
 
 Array = jax.Array
 
 
-@pytree("mode", "config", "state_key")
+@pytree("mode", "config", "state_key", "spec")
 class SSMForward:
     """Receipt of one `prepare`, valid for one acceptance.
 
     layout: rows and slots of the round. offset [R] int32: accepted index (accepted length - 1) at the time of prepare,
-    where native and the convolution start reading. mode, config, state_key (static): what wrote it.
+    where native and the convolution start reading. mode, config, state_key, spec (static): what wrote it; without a spec
+    only mode and key are compared.
     """
 
     layout: DecodeLayout
@@ -25,6 +27,7 @@ class SSMForward:
     mode: str
     config: KernelConfig
     state_key: str
+    spec: SSMSpec | None = None
 
 
 @pytree()
@@ -32,7 +35,8 @@ class StateAcceptance:
     """The single argument of `accept`.
 
     forwards: receipts in forward order (one per microbatch). lengths [sum of their R] int32: accepted tokens of each
-    request row, base token included, 1..verify_len; rows of padding are not looked at. 0 leaves a row alone.
+    request row (array or list of integers), base token included, 1..verify_len; rows of padding are not looked at. 0
+    leaves a row alone.
     """
 
     forwards: tuple[SSMForward, ...]
@@ -44,48 +48,59 @@ def live_slots(layout: DecodeLayout) -> list[int]:
     return np.asarray(layout.slots)[np.asarray(layout.verify_len) > 0].tolist()
 
 
+def as_array(lengths) -> Array:
+    """Lengths as an array, in the integer type they were given in."""
+    return lengths if hasattr(lengths, "dtype") else jnp.asarray(lengths)
+
+
 def split_lengths(acceptance: StateAcceptance) -> list[tuple[SSMForward, Array]]:
     """Pairs of receipt and its part of the lengths."""
-    pairs, start = [], 0
+    lengths, pairs, start = as_array(acceptance.lengths), [], 0
     for forward in acceptance.forwards:
         stop = start + forward.layout.slots.shape[0]
-        pairs.append((forward, acceptance.lengths[start:stop]))
+        pairs.append((forward, lengths[start:stop]))
         start = stop
     return pairs
 
 
+def _check_origin(spec: SSMSpec, name: str, receipt: SSMForward) -> None:
+    """Raise ValueError unless the receipt was written for this state."""
+    for field in ("mode", "state_key"):
+        value, own = getattr(receipt, field), getattr(spec, field)
+        if value != own:
+            raise ValueError(f"{name}.{field}={value!r}: this state is {own!r}")
+    if receipt.spec not in (None, spec):
+        differs = {k: (v, getattr(spec, k)) for k, v in vars(receipt.spec).items() if v != getattr(spec, k)}
+        raise ValueError(f"{name}.spec is not this state's: fields that differ (receipt, state) are {differs}")
+
+
 def check_receipt(spec: SSMSpec, receipt: SSMForward, row, tokens: int) -> None:
-    """Raise ValueError unless the receipt is of this mode and state key and of `tokens` rows, and `row` is a layer."""
-    if receipt.mode != spec.mode:
-        raise ValueError(f"receipt.mode={receipt.mode!r}: this state is {spec.mode!r}")
-    if receipt.state_key != spec.state_key:
-        raise ValueError(f"receipt.state_key={receipt.state_key!r}: this state is {spec.state_key!r}")
+    """Raise ValueError unless the receipt is of this spec and of `tokens` rows, and `row` is a layer."""
+    _check_origin(spec, "receipt", receipt)
     if tokens != receipt.layout.row_request.shape[0]:
         raise ValueError(f"inputs have {tokens} token rows: the receipt's layout has {receipt.layout.row_request.shape[0]}")
-    number = concrete(row)
-    if number is not None and not 0 <= number < spec.layers:
-        raise ValueError(f"row={row} is not allowed: layer rows are 0..{spec.layers - 1}")
+    check_row(spec, row)
 
 
 def check_structure(spec: SSMSpec, acceptance: StateAcceptance) -> None:
-    """Raise ValueError unless receipts are present, of this mode and state key, and `lengths` covers their rows."""
+    """Raise ValueError unless receipts are present and of this spec, and `lengths` are integers that cover their rows."""
     if not acceptance.forwards:
         raise ValueError("acceptance.forwards=() is not allowed: an acceptance needs the receipts of its forwards")
     for i, forward in enumerate(acceptance.forwards):
-        if forward.mode != spec.mode:
-            raise ValueError(f"acceptance.forwards[{i}].mode={forward.mode!r}: this state is {spec.mode!r}")
-        if forward.state_key != spec.state_key:
-            raise ValueError(f"acceptance.forwards[{i}].state_key={forward.state_key!r}: this state is {spec.state_key!r}")
+        _check_origin(spec, f"acceptance.forwards[{i}]", forward)
     total = sum(forward.layout.slots.shape[0] for forward in acceptance.forwards)
-    if acceptance.lengths.shape != (total,):
-        raise ValueError(f"acceptance.lengths.shape={acceptance.lengths.shape}: the receipts hold {total} request rows")
+    lengths = as_array(acceptance.lengths)
+    if lengths.shape != (total,):
+        raise ValueError(f"acceptance.lengths.shape={lengths.shape}: the receipts hold {total} request rows")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"acceptance.lengths.dtype={lengths.dtype} is not allowed: accepted lengths are integers")
 
 
 def check_acceptance(spec: SSMSpec, acceptance: StateAcceptance) -> None:
     """Raise ValueError, before anything changes, unless `acceptance` fits `spec`.
 
-    Structure (receipts present, of this mode and state key, total of lengths) is always checked. Values are checked
-    when they are concrete: 1 <= length <= verify_len on live rows, no slot in two receipts.
+    Structure (receipts present and of this spec, number and type of lengths) is always checked. Values are checked when
+    they are concrete: 1 <= length <= verify_len on live rows, no slot in two receipts.
     """
     check_structure(spec, acceptance)
     seen: list[int] = []

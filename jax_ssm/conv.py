@@ -13,7 +13,7 @@ from jax_ssm.acceptance import SSMForward, check_receipt
 from jax_ssm.gates import round_to, sigmoid, store
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, dtype, put, read_index, take, take_slice
+from jax_ssm.state import ConvSSMState, check_prompt, drop_index, dtype, put, read_index, take, take_slice
 
 Array = jax.Array
 
@@ -36,12 +36,14 @@ def _past(spec: SSMSpec, state: ConvSSMState, row, slots: Array, offset: Array) 
     return jnp.take_along_axis(window, columns[:, None, :], axis=2).astype(jnp.float32).swapaxes(1, 2)
 
 
-def check_channels(spec: SSMSpec, x: Array, weight: Array) -> None:
-    """Raise ValueError unless x [.., C] and weight [C, kw] fit the spec."""
+def check_channels(spec: SSMSpec, x: Array, weight: Array, bias: Array | None) -> None:
+    """Raise ValueError unless x [.., C], weight [C, kw] and bias [C] fit the spec."""
     if x.shape[-1] != spec.channels or x.dtype != dtype(spec.act_dtype):
         raise ValueError(f"x={x.dtype}{x.shape} is not allowed: this spec needs {spec.channels} channels of {spec.act_dtype!r}")
     if weight.shape != (spec.channels, spec.conv_width):
         raise ValueError(f"weight.shape={weight.shape} is not allowed: this spec needs {(spec.channels, spec.conv_width)}")
+    if bias is not None and bias.shape != (spec.channels,):
+        raise ValueError(f"bias.shape={bias.shape} is not allowed: this spec needs {(spec.channels,)}")
 
 
 def conv_forward(
@@ -53,7 +55,7 @@ def conv_forward(
     zero in padding rows. The old window is gone until accept: run it once a round.
     """
     check_receipt(spec, receipt, row, x.shape[0])
-    check_channels(spec, x, weight)
+    check_channels(spec, x, weight, bias)
     layout, act = receipt.layout, x.dtype
     if receipt.config.implementation == "pallas":
         from kernels_pallas.conv import conv
@@ -85,9 +87,11 @@ def conv_prefill(
     """Convolve a prompt chunk from window offset 0 (`merge` first): x [B, N, C] padded on the right, lengths [B].
 
     Returns the state whose window holds the last kw-1 inputs in columns [0, kw-1), and y [B, N, C], zero beyond each
-    length. Rows of length 0 and slots that are not live change nothing.
+    length. Rows of length 0 and slots that are not live change nothing. Raises ValueError for concrete input that
+    `check_prompt` refuses.
     """
-    check_channels(spec, x, weight)
+    check_channels(spec, x, weight, bias)
+    slots, lengths = check_prompt(spec, row, slots, lengths, x.shape[:-1])
     act, n = x.dtype, x.shape[1]
     past = _past(spec, state, row, read_index(spec, slots), jnp.zeros_like(slots))
     real = jnp.arange(n) < lengths[:, None]

@@ -15,7 +15,19 @@ from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
 from jax_ssm.spec import KernelConfig, SSMSpec, page_bytes
-from jax_ssm.state import ConvSSMState, as_ids, check_slots, concrete, dtype, map_slots, put_slice, pytree, take, take_slice
+from jax_ssm.state import (
+    ConvSSMState,
+    as_ids,
+    check_slots,
+    check_state,
+    concrete,
+    dtype,
+    map_slots,
+    put_slice,
+    pytree,
+    take,
+    take_slice,
+)
 
 __all__ = ["Pages", "init_pages", "export_into", "restore", "page_bytes"]
 
@@ -47,9 +59,10 @@ def check_pages(spec: SSMSpec, pages: Pages) -> None:
             raise ValueError(f"pages.{name}={has.dtype}{has.shape} is not allowed: this spec needs {needs.dtype}{needs.shape}")
 
 
-def check_transfer(spec: SSMSpec, pages: Pages, page_ids, slots) -> tuple[Array, Array]:
-    """(page_ids [N], slots [N]) as int32. Raises ValueError when they differ in length, are no integer ids, or the pages
-    are of another geometry."""
+def check_transfer(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids, slots) -> tuple[Array, Array]:
+    """(page_ids [N], slots [N]) as int32. Raises ValueError when they differ in length, are no integer ids, or pages or
+    state are of another geometry."""
+    check_state(spec, state)
     check_pages(spec, pages)
     page_ids, slots = as_ids("page_ids", page_ids), as_ids("slots", slots)
     if page_ids.shape != slots.shape:
@@ -73,7 +86,7 @@ def export_into(
     is out of range are dropped. Legal only between an accept and the next prepare. Raises ValueError for pages of another
     geometry or dtype.
     """
-    page_ids, slots = check_transfer(spec, pages, page_ids, slots)
+    page_ids, slots = check_transfer(spec, state, pages, page_ids, slots)
     check_config(config)
     if not slots.size:
         return pages
@@ -152,7 +165,7 @@ def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, s
     Raises ValueError for concrete ids that are not live, repeated, or outside the pages, and for pages of another
     geometry or dtype.
     """
-    given, (page_ids, slots) = (page_ids, slots), check_transfer(spec, pages, page_ids, slots)
+    given, (page_ids, slots) = (page_ids, slots), check_transfer(spec, state, pages, page_ids, slots)
     check_slots(spec, given[1], n)
     ids, count = concrete(given[0]), concrete(n)
     bad = [] if ids is None or count is None else [int(p) for p in ids[:count] if not 0 <= p < pages.ssm.shape[0]]

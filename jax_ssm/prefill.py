@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ssm.executors.recurrence import expand_heads
-from jax_ssm.gates import CoreInputs, LinearInputs, prologue, store
+from jax_ssm.gates import CoreInputs, LinearInputs, check_inputs, prologue, store
 from jax_ssm.spec import SSMSpec
-from jax_ssm.state import ConvSSMState, drop_index, put, read_index, take
+from jax_ssm.state import ConvSSMState, check_prompt, drop_index, put, read_index, take
 
 Array = jax.Array
 
@@ -28,8 +28,10 @@ def prefill(
 
     slots [B]; lengths [B] int32, 0..N; inputs [B, N, ..] after the convolution, padded on the right. Returns the state
     and o [B, N, HV, V] in v's dtype, exactly zero beyond each length. Rows of length 0 and slots that are not live
-    change nothing.
+    change nothing. Raises ValueError for concrete input that `check_prompt` refuses.
     """
+    check_inputs(spec, inputs)
+    slots, lengths = check_prompt(spec, row, slots, lengths, inputs.k.shape[:-2])
     rows = read_index(spec, slots) * spec.rows_per_slot
     s, o = prefill_core(spec, take(state.ssm, (row, rows)).astype(jnp.float32), lengths, prologue(spec, inputs))
     target = drop_index(spec, slots, lengths > 0) * spec.rows_per_slot

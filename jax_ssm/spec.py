@@ -10,6 +10,7 @@ L history length, G decay channels per value head (1 for GDN, K for KDA), C conv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 RULES = ("gdn", "kda")
 MODES = ("native", "compact", "replay")
@@ -24,6 +25,11 @@ L2NORM_EPS = 1e-6
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def _positive(value: object) -> bool:
+    """Whether `value` is an integer of at least 1; True is no integer here."""
+    return type(value) is int and value >= 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,10 @@ class SSMSpec:
     width: W = drafts + 1, 1..16. mode: "native", "compact" or "replay". history: L, used by replay only.
     act_dtype: activations, raw records and conv window; ssm_dtype: the persistent state. "fp32" or "bf16".
     conv_width: kw. lower_bound: None for the softplus gate, a negative float for KDA's bounded gate.
-    projection: "inline" (exact order) or "precompute" (replay's tensor-core projection; equals inline when W = 1).
+    projection: order of replay's sums when W > 1. "inline" is the order written in torch_ref/executors/replay.py, and
+    "precompute" the other one written there: the whole window is projected first, and results differ from inline in the
+    last bits. Who does what: torch_ref follows both; "xla" computes both alike, within the tolerance of inline; "pallas"
+    has inline only, `prepare` refuses precompute. When W = 1 both are the same.
     state_key: which state receipts belong to, "main" or "draft".
     """
 
@@ -75,7 +84,7 @@ class SSMSpec:
         _require(self.projection in PROJECTIONS, "projection", self.projection, f"one of {PROJECTIONS}")
         for name in ("layers", "q_heads", "k_heads", "v_heads", "k_dim", "v_dim", "width", "history"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and value >= 1, name, value, "a positive integer")
+            _require(_positive(value), name, value, "a positive integer")
         _require(isinstance(self.slots, int) and self.slots >= 2, "slots", self.slots, "at least 2 (one request and HOLD)")
         taps = self.conv_width
         _require(isinstance(taps, int) and taps >= 2, "conv_width", taps, "an integer of at least 2")
@@ -88,7 +97,10 @@ class SSMSpec:
             _require(len(set(heads)) == 1, "q_heads, k_heads, v_heads", heads, "equal for rule 'kda'")
         if self.lower_bound is not None:
             _require(self.rule == "kda", "lower_bound", self.lower_bound, "None for rule 'gdn'")
-            _require(self.lower_bound < 0, "lower_bound", self.lower_bound, "None or a negative number")
+            bounded = self.lower_bound < 0 and isfinite(self.lower_bound)
+            _require(bounded, "lower_bound", self.lower_bound, "None or a finite negative number")
+        named = isinstance(self.state_key, str) and self.state_key != ""
+        _require(named, "state_key", self.state_key, "a string that is not empty, such as 'main' or 'draft'")
         if self.mode == "compact":
             _require(self.width > 1, "width", self.width, "at least 2 in mode 'compact' (use 'native' without drafts)")
         if self.mode == "replay":
@@ -197,6 +209,8 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         _require(self.implementation in IMPLEMENTATIONS, "implementation", self.implementation, f"one of {IMPLEMENTATIONS}")
+        for name in ("block_v", "num_warps"):
+            _require(_positive(getattr(self, name)), name, getattr(self, name), "a positive integer")
 
 
 KINDS = ("gdn", "kda", "full")

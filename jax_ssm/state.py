@@ -8,6 +8,7 @@ a live slot.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,23 @@ def init_state(spec: SSMSpec) -> ConvSSMState:
     )
 
 
+@lru_cache(maxsize=64)
+def _state_shapes(spec: SSMSpec) -> ConvSSMState:
+    return jax.eval_shape(lambda: init_state(spec))
+
+
+def check_state(spec: SSMSpec, state: ConvSSMState) -> None:
+    """Raise ValueError unless `state` has the parts, shapes and dtypes of `spec`; works on traced states too."""
+    want = _state_shapes(spec)
+    if type(state.extra) is not type(want.extra):
+        has, needs = (type(x.extra).__name__ for x in (state, want))
+        raise ValueError(f"state.extra={has} is not allowed: mode {spec.mode!r} needs {needs}")
+    for (path, needs), has in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(state), strict=True):
+        if has.shape != needs.shape or has.dtype != needs.dtype:
+            name = "state" + jax.tree_util.keystr(path)
+            raise ValueError(f"{name}={has.dtype}{has.shape} is not allowed: this spec needs {needs.dtype}{needs.shape}")
+
+
 def concrete(x) -> np.ndarray | None:
     """Value of `x` on the host, or None when it is traced and cannot be looked at."""
     return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
@@ -148,6 +166,35 @@ def check_slots(spec: SSMSpec, slots, n=None) -> None:
         raise ValueError(f"slots={ids.tolist()} contains {bad.tolist()}: allowed are 0..{spec.hold - 1} ({spec.hold} is HOLD)")
     if len(set(ids.tolist())) != ids.size:
         raise ValueError(f"slots={ids.tolist()} repeats an id: slots of one call must be distinct")
+
+
+def check_row(spec: SSMSpec, row) -> None:
+    """Raise ValueError unless `row` is a layer row 0..layers-1. A traced row is not looked at."""
+    number = concrete(row)
+    if number is not None and not 0 <= number < spec.layers:
+        raise ValueError(f"row={row} is not allowed: layer rows are 0..{spec.layers - 1}")
+
+
+def check_prompt(spec: SSMSpec, row, slots, lengths, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """(slots [B], lengths [B]) as int32 for a prompt chunk of shape [B, N], lengths within 0..N.
+
+    Raises ValueError for shapes that do not agree, N = 0, and where values are concrete: a row that is no layer, slots
+    out of range or repeated (HOLD is padding), lengths outside 0..N. Traced lengths are clamped.
+    """
+    check_row(spec, row)
+    ids, sizes = as_ids("slots", slots), as_ids("lengths", lengths)
+    if len(shape) != 2 or not shape[1]:
+        raise ValueError(f"inputs of shape [B, N] = {list(shape)} are not allowed: N is at least 1")
+    for name, x in (("slots", ids), ("lengths", sizes)):
+        if x.shape != shape[:1]:
+            raise ValueError(f"{name}.shape={x.shape} is not allowed: the inputs have {shape[0]} rows")
+    values = concrete(slots)
+    if values is not None:
+        check_slots(spec, values[values != spec.hold])
+    values = concrete(lengths)
+    if values is not None and ((values < 0) | (values > shape[1])).any():
+        raise ValueError(f"lengths={values.tolist()} is not allowed: the inputs hold 0..{shape[1]} tokens a row")
+    return ids, jnp.clip(sizes, 0, shape[1])
 
 
 def drop_index(spec: SSMSpec, slots: Array, keep: Array | bool = True) -> Array:
@@ -240,6 +287,7 @@ def clear(spec: SSMSpec, state: ConvSSMState, slots: Array) -> ConvSSMState:
     Called on allocation and on reuse. Donate `state`. Ids that repeat or lie outside 0..HOLD-1 raise ValueError, or are
     dropped when traced.
     """
+    check_state(spec, state)
     ids = as_ids("slots", slots)
     check_slots(spec, slots)
     if not ids.size:

@@ -96,6 +96,67 @@ def test_R88_lengths_that_cannot_be_seen_are_clamped(mode):
     assert same_bits(accept(state, lengths(0, -3)), state)
 
 
+def test_lengths_are_integers_in_an_array_or_a_list():
+    ledger = ssm.Ledger()
+    state, receipt = opened(SPEC, ledger, random_state(SPEC))
+    taken = lambda x: ssm.StateAcceptance((receipt,), x)  # noqa: E731
+    for bad in (np.array([1.9, 1, 1, 1, 1]), [1.9, 1, 1, 1, 1], np.ones(5, bool)):
+        refused(state, lambda b=bad: ssm.commit(SPEC, state, taken(b), ledger), "acceptance.lengths.dtype", "integers")
+    refused(state, lambda: ssm.commit(SPEC, state, taken(np.array([2**32 + 1] * 5)), ledger), "lengths=4294967297")
+    want = ssm.accept(SPEC, state, taken(lengths(3, 2)))
+    assert same_bits(ssm.commit(SPEC, state, taken([3, 2, 77, 77, 77]), ledger), want)
+    assert same_bits(jax.jit(lambda s, a: ssm.accept(SPEC, s, a))(state, taken([3, 2, 77, 77, 77])), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_receipts_of_another_geometry(mode):
+    """Same mode and key, same number of rows, other width: neither a forward nor an acceptance takes it."""
+    spec, wide = spec_of(mode, width=2), spec_of(mode, width=3)
+    state, rows = random_state(spec), [(3, 2), (1, 2)]
+    _, foreign = ssm.prepare(wide, random_state(wide), layout(wide, rows))
+    core = ssm.LinearInputs(*(jnp.zeros(8) for _ in range(7)))
+    refused(state, lambda: ssm.accept(spec, state, ssm.StateAcceptance((foreign,), lengths(1, 1))), "spec", "'width': (3, 2)")
+    refused(state, lambda: ssm.forward(spec, state, foreign, 0, core), "spec", "'width': (3, 2)")
+    x = jnp.zeros((8, 96), jnp.bfloat16), jnp.zeros((96, 4))
+    refused(state, lambda: ssm.conv_forward(spec, state, foreign, 0, *x), "spec", "'width': (3, 2)")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_of_another_spec(mode):
+    """Another width, layer count or storage mode, eager and traced, in every verb that takes a whole state."""
+    spec = spec_of(mode)
+    state, receipt = ssm.prepare(spec, random_state(spec), layout(spec))
+    pages, ids, good = ssm.init_pages(spec, 2), jnp.array([1]), ssm.StateAcceptance((receipt,), lengths(1, 1))
+    for other in (spec_of(mode, width=3), spec_of(mode, layers=1), spec_of("replay" if mode != "replay" else "native")):
+        foreign = random_state(other)
+        for call in (
+            lambda s: ssm.prepare(spec, s, receipt.layout),
+            lambda s: ssm.accept(spec, s, good),
+            lambda s: ssm.merge(spec, s, ids),
+            lambda s: ssm.snapshot(spec, s, ids),
+            lambda s: ssm.clear(spec, s, ids),
+            lambda s: ssm.export_into(spec, s, pages, ids, ids, 1),
+            lambda s: ssm.restore(spec, s, pages, ids, ids, 1),
+        ):
+            refused(foreign, lambda c=call, f=foreign: c(f), "state.", "needs")
+            with pytest.raises(ValueError, match="state.* is not allowed"):
+                jax.eval_shape(call, foreign)
+
+
+def test_R28_each_receipt_commits_with_its_own_configuration(monkeypatch):
+    """Compact: one commit per kernel choice, and the result of committing the receipts one by one."""
+    from jax_ssm.executors import compact
+
+    spec, used, whole = spec_of("compact"), [], compact._accept
+    state, first = ssm.prepare(spec, random_state(spec), layout(spec, [(3, 4)]))
+    state, second = ssm.prepare(spec, state, layout(spec, [(1, 2)]), ssm.KernelConfig(num_warps=2))
+    monkeypatch.setattr(compact, "_accept", lambda *args: used.append(args[3]) or whole(*args))
+    got = ssm.accept(spec, state, ssm.StateAcceptance((first, second), [3] + [0] * 4 + [2] + [0] * 4))
+    assert used == [first.config, second.config]
+    want = ssm.accept(spec, state, ssm.StateAcceptance((first,), [3] + [0] * 4))
+    assert same_bits(got, ssm.accept(spec, want, ssm.StateAcceptance((second,), [2] + [0] * 4)))
+
+
 def test_S5_receipts_are_spent_once():
     """S5, R82: a second acceptance, a receipt of another ledger, one never issued and a copy are refused."""
     ledger, other = ssm.Ledger(), ssm.Ledger()
@@ -289,6 +350,43 @@ def test_layout_errors(ids, offsets, words):
         assert word in str(error.value), f"{word!r} is missing in {error.value}"
 
 
+@pytest.mark.parametrize("spec", [SPEC, spec_of("compact", act_dtype="fp32")], ids=["native", "compact"])
+def test_prompt_chunks_are_checked_before_anything_changes(spec):
+    """Rows that would wrap onto another layer, lengths beyond the chunk, slots, shapes and empty chunks."""
+    state, act = random_state(spec), jnp.float32 if spec.act_dtype == "fp32" else jnp.bfloat16
+
+    def calls(row=0, slots=(3, 1), lengths=(2, 3), n=3):
+        x = ssm.LinearInputs(
+            jnp.ones((2, n, 2, 16), act), jnp.ones((2, n, 2, 16), act), jnp.ones((2, n, 4, 8), act),
+            jnp.ones((2, n, 4), act), jnp.ones((2, n, 4), act), jnp.zeros(4), jnp.zeros(4),
+        )  # fmt: skip
+        conv = jnp.ones((2, n, 96), act), jnp.ones((96, 4))
+        return (
+            lambda slots=slots, lengths=lengths: ssm.prefill(spec, state, row, slots, lengths, x),
+            lambda slots=slots, lengths=lengths: ssm.conv_prefill(spec, state, row, slots, lengths, *conv),
+        )
+
+    for fields, words in (
+        (dict(row=-1), ("row=-1", "0..1")),
+        (dict(row=2), ("row=2", "0..1")),
+        (dict(lengths=[2, 4]), ("lengths=[2, 4]", "0..3")),
+        (dict(lengths=[-1, 2]), ("lengths=[-1, 2]", "0..3")),
+        (dict(lengths=[1.0, 2.0]), ("lengths.dtype", "integers")),
+        (dict(lengths=[2]), ("lengths.shape=(1,)", "2 rows")),
+        (dict(slots=[1, 1]), ("slots=[1, 1]", "repeats")),
+        (dict(slots=[1, -1]), ("[-1]", "0..4")),
+        (dict(slots=[1, 6]), ("[6]", "0..4")),
+        (dict(slots=[1, 2, 3]), ("slots.shape=(3,)", "2 rows")),
+        (dict(lengths=[0, 0], n=0), ("[2, 0]", "at least 1")),
+    ):
+        for call in calls(**fields):
+            refused(state, call, *words)
+    for call, padded in zip(calls(), calls(slots=[HOLD, HOLD]), strict=True):
+        assert same_bits(padded()[0], state)
+        traced = jax.jit(lambda lengths, call=call: call(jnp.array([3, 1]), lengths))
+        assert same_bits(traced(jnp.array([9, -2])), traced(jnp.array([3, 0])))
+
+
 def test_R91_fixed_layout_errors():
     """Rows that W does not divide, and windows of more than one slot."""
     rows = lambda *ids: (jnp.array(ids, jnp.int32), jnp.zeros(len(ids), jnp.int32))  # noqa: E731
@@ -329,6 +427,34 @@ def test_inputs_of_a_wrong_shape_or_dtype():
     refused(state, lambda: conv(x.astype(jnp.float32), weight), "float32", "bf16")
     refused(state, lambda: conv(x, weight[:, :3]), "(96, 3)", "(96, 4)")
     refused(state, lambda: conv(x[:4], weight), "4 token rows", "8")
+    for bias in (jnp.zeros(1), jnp.zeros((8, 96)), jnp.zeros(())):
+        refused(state, lambda b=bias: ssm.conv_forward(SPEC, state, receipt, 0, x, weight, b), "bias.shape", "(96,)")
+    prompt = lambda b: ssm.conv_prefill(SPEC, state, 0, [1], [8], x[None], weight, b)  # noqa: E731
+    refused(state, lambda: prompt(jnp.zeros(1)), "bias.shape=(1,)", "(96,)")
+
+
+def test_precompute_is_refused_by_an_implementation_without_it():
+    """Not computed inline in silence; a window of one token is the same either way."""
+    spec = spec_of("replay", projection="precompute")
+    state, config = random_state(spec), ssm.KernelConfig("pallas")
+    with pytest.raises(NotImplementedError, match="precompute.*pallas"):
+        jax.eval_shape(lambda s: ssm.prepare(spec, s, layout(spec), config), state)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(layers=True), dict(width=True), dict(state_key=""), dict(state_key=3), dict(rule="kda", lower_bound=-np.inf)],
+)
+def test_fields_of_a_spec(fields):
+    heads = dict(q_heads=4, k_heads=4) if "rule" in fields else {}
+    with pytest.raises(ValueError, match=f"^{list(fields)[-1]}="):
+        spec_of("native", **heads, **fields)
+
+
+@pytest.mark.parametrize("fields", [dict(block_v=-1), dict(block_v=0), dict(block_v=8.0), dict(num_warps=True)])
+def test_fields_of_a_kernel_choice(fields):
+    with pytest.raises(ValueError, match=f"^{list(fields)[0]}=.*positive integer"):
+        ssm.KernelConfig(**fields)
 
 
 def test_U4_an_implementation_that_cannot_run_raises():

@@ -14,7 +14,7 @@ from jax_ssm.conv import conv_forward, conv_prefill
 from jax_ssm.gates import LinearInputs
 from jax_ssm.prefill import prefill
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import ConvSSMState, concrete, pytree
+from jax_ssm.state import ConvSSMState, concrete, init_state, pytree
 
 Array = jax.Array
 
@@ -61,7 +61,7 @@ def allocate_context(spec: LayerSpec, bucket: Bucket, config: KernelConfig = Ker
     receipt = chunk = None
     if bucket.phase == "decode":
         offset = jnp.zeros(bucket.requests, jnp.int32)
-        receipt = SSMForward(empty_layout(ssm, bucket), offset, ssm.mode, config, ssm.state_key)
+        receipt = SSMForward(empty_layout(ssm, bucket), offset, ssm.mode, config, ssm.state_key, ssm)
     else:
         chunk = empty_chunk(ssm, bucket)
     return Context(jnp.zeros((), bool), receipt, chunk, spec, bucket, config, prepared=False)
@@ -79,9 +79,11 @@ def update(
 ) -> tuple[ConvSSMState, Context]:
     """Once per batch. Decode opens a round of the state (`executors.prepare`; replay folds here) and keeps its receipt.
 
-    Tree structure, shapes and dtypes of the context are unchanged. Donate `state`.
+    Tree structure, shapes and dtypes of the context are unchanged. Donate `state`. Raises ValueError for a state of
+    another kind, mode, geometry or dtype.
     """
     life.check_update(spec, ctx, batch)
+    life.check_like("state", state, jax.eval_shape(lambda: init_state(spec.ssm)))
     updated = jnp.ones((), bool)
     if ctx.bucket.phase == "prefill":
         return state, ctx.replace(updated=updated, chunk=batch)
@@ -129,15 +131,22 @@ def _split(spec: SSMSpec, y: Array, inputs: LinearAttentionInputs) -> LinearInpu
 
 
 def accept(spec: LayerSpec, ctx: Context, state: ConvSSMState, lengths: Array | None = None) -> ConvSSMState:
-    """Commit the batch. Decode: accepted tokens lengths [R], base token included. Prefill: the chunk is already in.
+    """Commit the batch. Decode: accepted tokens lengths [R] int32, base token included, 1..verify_len; padding rows are
+    not looked at. Prefill: the chunk is already in, whole, so lengths must be None.
 
-    Donate `state`. Exactly once per update in decode.
+    Donate `state`. Exactly once per update in decode: a state does not show that a receipt was spent, so a repeated accept
+    is not seen here; `executors.commit` with a Ledger refuses it. Concrete lengths out of range raise ValueError; traced
+    ones are clamped, 0 leaves a row alone.
     """
     life.check_ready("accept", ctx)
+    life.check_spec(spec, ctx)
     if ctx.bucket.phase == "prefill":
+        if lengths is not None:
+            raise ValueError("lengths is not allowed: linear layers commit a prompt chunk whole, in forward; give None")
         return state
     if lengths is None:
         raise ValueError("lengths=None is not allowed: a decode round needs its accepted lengths")
+    life.check_lengths("lengths", lengths, 1, ctx.receipt.layout.verify_len)
     return executors.accept(spec.ssm, state, StateAcceptance((ctx.receipt,), jnp.asarray(lengths, jnp.int32)))
 
 

@@ -24,7 +24,7 @@ from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.gates import CoreInputs, LinearInputs
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
-from jax_ssm.state import ConvSSMState, as_ids, check_slots, drop_index, read_index
+from jax_ssm.state import ConvSSMState, as_ids, check_slots, check_state, drop_index, read_index
 
 Array = jax.Array
 
@@ -51,9 +51,12 @@ def prepare(
     (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round.
     """
     check_config(config)
+    check_state(spec, state)
+    if config.implementation == "pallas" and spec.projection == "precompute" and spec.width > 1:
+        raise NotImplementedError("projection='precompute' with implementation='pallas' is not implemented: use 'inline'")
     state = MODES[spec.mode].prepare(spec, state, layout, config)
     offset = state.accepted[read_index(spec, layout.slots)]
-    return state, SSMForward(layout, offset, spec.mode, config, spec.state_key)
+    return state, SSMForward(layout, offset, spec.mode, config, spec.state_key, spec)
 
 
 def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, inputs: LinearInputs) -> tuple[ConvSSMState, Array]:
@@ -78,8 +81,9 @@ def accept(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance) -> C
     Lengths count the base token, 1..verify_len; larger ones are clamped, 0 leaves the row (and its accepted index)
     alone. Native moves an index, replay a cursor, compact re-runs the prefix. This function cannot know whether a
     receipt was accepted before: use `commit` where receipts cross the host. Raises ValueError when receipts are missing
-    or of another state.
+    or of another state, or when the state is not of this spec.
     """
+    check_state(spec, state)
     check_structure(spec, acceptance)
     pairs = [(f, jnp.clip(lengths, 0, f.layout.verify_len)) for f, lengths in split_lengths(acceptance)]
     state = MODES[spec.mode].accept(spec, state, pairs)
@@ -106,6 +110,7 @@ def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig
     the state already is. Afterwards the accepted index is 0. Raises ValueError for concrete ids that are not live.
     """
     check_config(config)
+    check_state(spec, state)
     ids = as_ids("slots", slots)
     check_slots(spec, slots)
     if not ids.size:
@@ -122,6 +127,7 @@ def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelCon
     Allocates N states, and says so: use `pages.export_into` to write into memory you own.
     """
     check_config(config)
+    check_state(spec, state)
     ids = as_ids("slots", slots)
     check_slots(spec, slots)
     slots, index = ids, read_index(spec, ids)

@@ -53,10 +53,18 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
 
 
 def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
-    """Re-run the accepted prefix of every request, all layers; rounds after every token."""
+    """Re-run the accepted prefix of every request, all layers; rounds after every token.
+
+    Each receipt commits with the kernel choice of its own forward; receipts with the same choice go together.
+    """
+    for config in dict.fromkeys(forward.config for forward, _ in pairs):
+        state = _accept(spec, state, [pair for pair in pairs if pair[0].config == config], config)
+    return state
+
+
+def _accept(spec: SSMSpec, state: ConvSSMState, pairs, config: KernelConfig) -> ConvSSMState:
     slots = jnp.concatenate([forward.layout.slots for forward, _ in pairs])
     lengths = jnp.concatenate([lengths for _, lengths in pairs])
-    config = pairs[0][0].config
     if config.implementation == "pallas":
         from kernels_pallas.commit import commit
 
