@@ -225,6 +225,37 @@ def test_drafts_never_reach_the_tokens_before_them(short_blocks, part, value):
         assert np.all(np.isnan(got[hit]))
 
 
+def test_pages_that_do_not_fit_are_refused():
+    """C6: geometry, dtype, kind, page ids and their number are checked before a slot or a page changes."""
+    state, two = attention.init_kv(SMALL), jnp.array([0, 1])
+    good = attention.init_kv_pages(SMALL, 2)
+    for fields, message in (
+        ({"max_len": 20}, r"pages.k=float32\(2, 2, 20, 2, 8\) is not allowed: this spec needs float32\(2, 2, 40, 2, 8\)"),
+        ({"layers": 1}, "pages.k=.* this spec needs"),
+        ({"dtype": "bf16"}, "pages.k=uint16.* this spec needs float32"),
+    ):
+        other = attention.init_kv_pages(KVSpec(**{**vars(SMALL), **fields}), 2)
+        for call in (
+            lambda p: attention.restore_kv(SMALL, state, p, two, two, 2),
+            lambda p: attention.export_kv(SMALL, state, p, two, two, 2),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(other)
+            with pytest.raises(ValueError, match="pages=KVState is not allowed: this spec needs a KVPages"):
+                call(state)
+            with pytest.raises(ValueError, match="pages.v=float32"):
+                call(good.replace(v=good.v[:1]))
+    for ids in (two[:1], jnp.array([0, 1, 1])):
+        with pytest.raises(ValueError, match="page_ids.shape=.* of one length"):
+            attention.restore_kv(SMALL, state, good, ids, two, 1)
+        with pytest.raises(ValueError, match="page_ids.shape=.* of one length"):
+            attention.export_kv(SMALL, state, good, ids, two, 1)
+    for bad in (2, -1):
+        with pytest.raises(ValueError, match=rf"page_ids=.* contains \[{bad}\]: allowed are 0..1"):
+            attention.restore_kv(SMALL, state, good, jnp.array([0, bad]), two, 2)
+    attention.restore_kv(SMALL, state, good, jnp.array([0, 9]), two, 1)
+
+
 def test_clear_leaves_nothing():
     """R48: a reused slot starts at length 0 with zeros; other slots keep their bits; ids that are not live are dropped."""
     session = Session(SMALL)

@@ -157,6 +157,60 @@ def test_R63_wrong_order_raises(spec, binding):
         attention.accept(spec, ctx, state)
 
 
+@pytest.mark.parametrize("spec", [LINEAR, FULL], ids=["linear", "full"])
+def test_R63_accept_refuses_lengths_out_of_range(spec):
+    """Concrete lengths are integers, one a row, 1..verify_len in live rows; padding rows are not looked at."""
+    state, ctx = attention.update(spec, ready(spec, Bucket(2, 4)), INIT[spec.kind](spec), decode_batch([3], [2], Bucket(2, 4)))
+    for bad in ([0, 0], [3, 0], [-1, 0]):
+        with pytest.raises(ValueError, match=r"lengths=\[.* is not allowed: row 0 needs 1..2 tokens"):
+            attention.accept(spec, ctx, state, jnp.array(bad))
+    for bad in (jnp.array([1.0, 0.0]), jnp.array([1]), jnp.array([True, False])):
+        with pytest.raises(ValueError, match=r"lengths=.* is not allowed: integers of shape \(2,\)"):
+            attention.accept(spec, ctx, state, bad)
+    attention.accept(spec, ctx, state, jnp.array([2, 9]))
+    chunk = attention.build_batch(KV, Bucket(2, 4, "prefill"), [3], b_q_seq_len=[3])
+    state, ctx = attention.update(spec, ready(spec, Bucket(2, 4, "prefill")), state, chunk)
+    with pytest.raises(ValueError, match="row 0 needs 0..3 tokens" if spec is FULL else "a prompt chunk whole"):
+        attention.accept(spec, ctx, state, jnp.array([4, 0]))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_R63_full_attention_refuses_a_second_accept(phase):
+    """The lengths that a context was updated at are no longer those of the state."""
+    bucket, lengths = Bucket(2, 4, phase), jnp.array([1, 0]) if phase == "decode" else None
+    decode = phase == "decode"
+    batch = decode_batch([3], [2], bucket) if decode else attention.build_batch(KV, bucket, [3], b_q_seq_len=[3])
+    state, ctx = attention.update(FULL, ready(FULL, bucket), attention.init_kv(KV), batch)
+    state = attention.accept(FULL, ctx, state, lengths)
+    with pytest.raises(RuntimeError, match="row 0 was updated at 0 tokens, its slot has [13]: accepted before"):
+        attention.accept(FULL, ctx, state, lengths)
+
+
+def test_update_refuses_a_state_that_does_not_fit():
+    """Kind, mode, geometry and dtype of the state, and the group of the context."""
+    bucket = Bucket(2, 4)
+    batch, cases = (
+        decode_batch([3], [2], bucket),
+        (
+            (FULL, init_state(LINEAR.ssm), "state=ConvSSMState is not allowed: this spec needs a KVState"),
+            (LINEAR, attention.init_kv(KV), "state=KVState is not allowed: this spec needs a ConvSSMState"),
+            (
+                FULL,
+                attention.init_kv(kv_spec(dtype="fp32", max_len=8)),
+                r"state.k=float32\(2, 5, 8, 2, 8\) .* float32\(2, 5, 16",
+            ),
+            (FULL, attention.init_kv(kv_spec()), "state.k=uint16.* needs float32"),
+            (LINEAR, init_state(ssm_spec(layers=2)), r"state.ssm=float32\(2, .* needs float32\(3, "),
+            (LINEAR, init_state(ssm_spec("replay")), "state.ssm=|state.extra=ReplayHistory"),
+        ),
+    )
+    for spec, state, message in cases:
+        with pytest.raises(ValueError, match=message):
+            attention.update(spec, ready(spec, bucket), state, batch)
+    with pytest.raises(ValueError, match=r"spec.group_id='main.gdn' \(gdn\): this context is of 'main.full'"):
+        attention.update(LINEAR, ready(FULL, bucket), init_state(LINEAR.ssm), batch)
+
+
 @pytest.mark.parametrize("spec,binding", [(LINEAR, BINDINGS[0]), (FULL, BINDINGS[2])], ids=["linear", "full"])
 def test_a_traced_context_that_was_never_updated_is_inert(spec, binding):
     state = INIT[spec.kind](spec)

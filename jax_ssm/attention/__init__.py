@@ -7,7 +7,10 @@ Per decode round:
     state, o = forward(binding, ctx, state, inputs)          for each layer
     state = accept(spec, ctx, state, lengths)                once, after sampling
 Per prompt chunk: begin_prefill, update, forward per layer, accept (without lengths: the whole chunk).
-A missing or repeated step raises RuntimeError. Modules hold functions only; contexts and states are pytrees.
+A missing prepare or update and a repeated prepare raise RuntimeError; so does, on concrete values, a repeated accept of
+full attention. A missing forward, and a repeated accept under jit or of linear layers, cannot be seen from a context: a
+caller accepts each update once, after its forwards (`executors.commit` keeps a ledger of that for linear layers).
+Modules hold functions only; contexts and states are pytrees.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_ssm.attention import life
 from jax_ssm.attention.batch import DecodeBatch, PrefillBatch, empty_chunk, empty_layout
-from jax_ssm.attention.kv import KVState, accept_kv, advance_kv, committed, read_kv, write_kv
+from jax_ssm.attention.kv import KVState, accept_kv, advance_kv, committed, init_kv, read_kv, write_kv
 from jax_ssm.attention.plan import DecodePlan, attend, blocks_needed, plan_decode
 from jax_ssm.attention.spec import Bucket, LayerAttentionBinding, LayerSpec, WorkspaceRequirement
 from jax_ssm.layout import DecodeLayout, in_window, to_rows, to_windows
@@ -82,9 +82,11 @@ def update(spec: LayerSpec, ctx: Context, state: KVState, batch: DecodeBatch | P
     """Once per batch: positions from the committed lengths of this state. The state is unchanged.
 
     Tokens that would pass max_len: ValueError when the values are concrete; when traced they are not stored and their
-    outputs are zero, so check for room before. Tree structure, shapes and dtypes of the context are unchanged.
+    outputs are zero, so check for room before. Tree structure, shapes and dtypes of the context are unchanged. Raises
+    ValueError for a state of another kind, geometry or dtype.
     """
     life.check_update(spec, ctx, batch)
+    life.check_like("state", state, jax.eval_shape(lambda: init_kv(spec.kv)))
     if ctx.bucket.phase == "decode":
         parts, real = {"layout": batch.layout}, in_window(batch.layout, spec.kv.width)
         slots, lengths = batch.layout.slots, batch.layout.verify_len
@@ -139,14 +141,28 @@ def forward(
 
 
 def accept(spec: LayerSpec, ctx: Context, state: KVState, lengths: Array | None = None) -> KVState:
-    """Commit the batch: the lengths move. Decode: accepted tokens lengths [R], base token included. Prefill: the whole
-    chunk, or the first lengths [B] tokens of it. Donate `state`. Exactly once per update."""
+    """Commit the batch: the lengths move. Decode: accepted tokens lengths [R] int32, base token included, 1..verify_len.
+    Prefill: the whole chunk, or the first lengths [B] int32 tokens of it, from 0. Padding rows are not looked at. Donate
+    `state`. Exactly once per update.
+
+    Concrete lengths out of range raise ValueError; traced ones are clamped, 0 leaves a row alone. A repeated accept, or a
+    state whose lengths moved since the update, raises RuntimeError when the values are concrete; under jit it is the
+    caller's duty.
+    """
     life.check_ready("accept", ctx)
-    if ctx.bucket.phase == "prefill":
-        n = ctx.chunk.lengths if lengths is None else jnp.clip(lengths, 0, ctx.chunk.lengths)
-        return advance_kv(spec.kv, state, ctx.chunk.slots, n)
-    if lengths is None:
+    life.check_spec(spec, ctx)
+    decode = ctx.bucket.phase == "decode"
+    slots, most = (ctx.layout.slots, ctx.layout.verify_len) if decode else (ctx.chunk.slots, ctx.chunk.lengths)
+    if lengths is not None:
+        life.check_lengths("lengths", lengths, 1 if decode else 0, most)
+    elif decode:
         raise ValueError("lengths=None is not allowed: a decode round needs its accepted lengths")
+    start, now = concrete(ctx.positions[:, 0]), concrete(committed(spec.kv, state, slots))
+    if start is not None and now is not None and (moved := (start >= 0) & (start != now)).any():
+        row = int(moved.argmax())
+        raise RuntimeError(f"accept: row {row} was updated at {start[row]} tokens, its slot has {now[row]}: accepted before?")
+    if not decode:
+        return advance_kv(spec.kv, state, slots, most if lengths is None else jnp.clip(jnp.asarray(lengths), 0, most))
     return accept_kv(spec.kv, state, ctx.layout, jnp.asarray(lengths, jnp.int32))
 
 

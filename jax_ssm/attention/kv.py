@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ssm.attention.life import check_like
 from jax_ssm.attention.spec import KVSpec
 from jax_ssm.gates import store
 from jax_ssm.layout import DecodeLayout
-from jax_ssm.state import check_slots, drop_index, dtype, pytree, read_index
+from jax_ssm.state import check_slots, concrete, drop_index, dtype, pytree, read_index
 
 Array = jax.Array
 
@@ -133,9 +134,10 @@ def export_kv(spec: KVSpec, state: KVState, pages: KVPages, page_ids: Array, slo
     """Write the committed tokens of the first n of slots [N] into pages page_ids [N]. Donate `pages`.
 
     Beyond its length a page is zero: rejected tokens and the slot's last owner do not travel. One request at a time, so
-    nothing of the size of a batch is allocated. Slots that are not live and page ids out of range are dropped.
+    nothing of the size of a batch is allocated. Slots that are not live and page ids out of range are dropped. Raises
+    ValueError for pages of another geometry or dtype, and for page_ids and slots of different lengths.
     """
-    valid, page_ids, slots = _pairs(spec, pages, page_ids, slots)
+    valid, page_ids, slots = _pairs(spec, state, pages, page_ids, slots)
 
     def one(i, pages):
         def write(p):
@@ -156,11 +158,16 @@ def export_kv(spec: KVSpec, state: KVState, pages: KVPages, page_ids: Array, slo
 def restore_kv(spec: KVSpec, state: KVState, pages: KVPages, page_ids: Array, slots: Array, n: Array) -> KVState:
     """Load pages page_ids [N] into the first n of slots [N], whole slots, so no trace of the last owner is left.
 
-    Donate `state`. Raises ValueError for concrete slots that are not live or repeated; traced ones, and page ids out of
-    range, change nothing.
+    Donate `state`. Raises ValueError for concrete slots that are not live or repeated and for concrete page ids out of
+    range, while traced ones change nothing; for pages of another geometry or dtype, and for page_ids and slots of
+    different lengths.
     """
+    valid, page_ids, slots = _pairs(spec, state, pages, page_ids, slots)
     check_slots(spec, slots, n)
-    valid, page_ids, slots = _pairs(spec, pages, page_ids, slots)
+    ids, count, total = concrete(page_ids), concrete(n), pages.length.shape[0]
+    bad = [] if ids is None or count is None else [p for p in ids[: int(count)].tolist() if not 0 <= p < total]
+    if bad:
+        raise ValueError(f"page_ids={ids.tolist()} contains {bad}: allowed are 0..{total - 1}")
 
     def one(i, state):
         def write(s):
@@ -172,8 +179,13 @@ def restore_kv(spec: KVSpec, state: KVState, pages: KVPages, page_ids: Array, sl
     return lax.fori_loop(0, jnp.minimum(n, slots.shape[0]), one, state)
 
 
-def _pairs(spec: KVSpec, pages: KVPages, page_ids: Array, slots: Array) -> tuple[Array, Array, Array]:
+def _pairs(spec: KVSpec, state: KVState, pages: KVPages, page_ids: Array, slots: Array) -> tuple[Array, Array, Array]:
+    """(valid [N], page_ids [N], slots [N]) after the checks: a smaller page or state would be copied in part."""
+    total = pages.length.shape[0] if isinstance(pages, KVPages) else 0
+    check_like("pages", pages, jax.eval_shape(lambda: init_kv_pages(spec, total)))
+    check_like("state", state, jax.eval_shape(lambda: init_kv(spec)))
     slots, page_ids = jnp.asarray(slots, jnp.int32), jnp.asarray(page_ids, jnp.int32)
-    total = pages.length.shape[0]
+    if slots.ndim != 1 or page_ids.shape != slots.shape:
+        raise ValueError(f"page_ids.shape={page_ids.shape}, slots.shape={slots.shape} are not allowed: [N] both, of one length")
     valid = (slots >= 0) & (slots < spec.hold) & (page_ids >= 0) & (page_ids < total)
     return valid, page_ids, slots

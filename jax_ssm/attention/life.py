@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jax_ssm.attention.batch import DecodeBatch, PrefillBatch
@@ -18,9 +19,30 @@ def check_prepare(ctx) -> None:
         raise RuntimeError("prepare: this context is already prepared; prepare runs once per bucket, update once per batch")
 
 
+def check_like(name: str, has, want) -> None:
+    """Raise ValueError unless the pytree `has` has the type, shapes and dtypes of `want` (arrays or their avals)."""
+    if type(has) is not type(want):
+        raise ValueError(f"{name}={type(has).__name__} is not allowed: this spec needs a {type(want).__name__}")
+    for field in () if want is None else vars(want):
+        part, needs = getattr(has, field), getattr(want, field)
+        if not hasattr(needs, "shape"):
+            check_like(f"{name}.{field}", part, needs)
+        elif (getattr(part, "shape", None), getattr(part, "dtype", None)) != (needs.shape, needs.dtype):
+            given = f"{part.dtype}{part.shape}" if hasattr(part, "shape") else type(part).__name__
+            raise ValueError(f"{name}.{field}={given} is not allowed: this spec needs {needs.dtype}{needs.shape}")
+
+
+def check_spec(spec: LayerSpec, ctx) -> None:
+    """Raise ValueError when the context is of another group."""
+    if spec != ctx.spec:
+        raise ValueError(f"spec.group_id={spec.group_id!r} ({spec.kind}): this context is of {ctx.spec.group_id!r}")
+
+
 def check_update(spec: LayerSpec, ctx, batch) -> None:
-    """Raise RuntimeError before prepare; ValueError when the batch has another phase or other shapes than the bucket."""
+    """Raise RuntimeError before prepare; ValueError when the context is of another group, or the batch has another phase
+    or other shapes than the bucket."""
     bucket = ctx.bucket
+    check_spec(spec, ctx)
     if not ctx.prepared:
         raise RuntimeError("update: the step prepare(spec, context) is missing")
     wanted = DecodeBatch if bucket.phase == "decode" else PrefillBatch
@@ -54,6 +76,21 @@ def check_binding(binding: LayerAttentionBinding, ctx) -> None:
         raise ValueError(f"binding.spec.group_id={binding.spec.group_id!r}: this context is of group {ctx.spec.group_id!r}")
     if binding.backend != ctx.config.implementation:
         raise ValueError(f"binding.backend={binding.backend!r}: this context is for {ctx.config.implementation!r}")
+
+
+def check_lengths(name: str, lengths: Array, lowest: int, most: Array) -> None:
+    """Raise ValueError unless lengths are integers, one for each row of `most` [R], and, when concrete, `lowest`..most in
+    the live rows (most > 0)."""
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != most.shape:
+        raise ValueError(f"{name}={lengths.dtype}{lengths.shape} is not allowed: integers of shape {most.shape}, one a row")
+    values, most = concrete(lengths), concrete(most)
+    if values is None or most is None:
+        return
+    bad = (most > 0) & ((values < lowest) | (values > most))
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(f"{name}={values.tolist()} is not allowed: row {row} needs {lowest}..{most[row]} tokens")
 
 
 def check_rows(ctx, name: str, x: Array, trailing: tuple[int, ...]) -> None:
