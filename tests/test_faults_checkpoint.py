@@ -117,6 +117,14 @@ def test_C3_pages_are_cut_by_head_in_three_blocks():
         assert same_bits(join(shard_spec(source), ranks), pages)
 
 
+def test_C3_planted_flat_slice_is_seen():
+    """One flat slice of the channels a rank takes channels of several blocks: not what `split` gives."""
+    whole = shard_spec(1)
+    pages = ssm.Pages(np.zeros((1, 2, 8, 8, 16)), np.tile(np.arange(whole.channels)[:, None], (1, 2, 1, 3)))
+    flat = np.split(pages.conv, 2, axis=2)
+    assert not any(np.array_equal(a, b.conv) for a, b in zip(flat, split(whole, pages, 2), strict=True))
+
+
 def test_C3_the_convolution_reads_the_blocks_in_order():
     """C3: channel c of y depends on channel c of x and of the window only, so a cut by blocks cuts the computation."""
     whole, half = shard_spec(1), shard_spec(2)

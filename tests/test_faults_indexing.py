@@ -94,36 +94,45 @@ def test_I1_no_index_is_a_product_of_strides(mode):
         assert name != "reshape" and len(shape) >= 4 and max(shape) < 2**20, (name, shape)
 
 
+def decode_in_a_random_pool(spec, slots, implementation):
+    """One decode step of `slots` in a random pool: they equal the oracle, every other slot keeps its bits (by checksum)."""
+    slots, rng = np.array(slots, np.int32), np.random.default_rng(0)
+    tokens, params = draw_tokens(spec, rng, 3), draw_params(spec)
+    config = ssm.KernelConfig(implementation=implementation)
+
+    @jax.jit
+    def checksum(pool):
+        return jnp.sum(jax.lax.bitcast_convert_type(pool, jnp.uint16).astype(jnp.uint32), axis=(0, 2, 3, 4))
+
+    def step(state, ids, inputs):
+        state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, jnp.zeros_like(ids)), config)
+        state, _ = ssm.forward(spec, state, receipt, 0, inputs)
+        return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), jnp.ones_like(ids)))
+
+    state = ssm.init_state(spec)
+    state = state.replace(ssm=jax.random.normal(jax.random.key(0), state.ssm.shape, jnp.bfloat16))
+    start, before = np.asarray(state.ssm[0, slots]), np.asarray(checksum(state.ssm))
+    state = jax.jit(step, donate_argnums=0)(state, slots, single(layer_inputs(tokens, params)))
+    core = oracle.core(spec, params, tokens)
+    want, _ = oracle.step(np.swapaxes(start.astype(float), -1, -2), *(x[:, 0] for x in core))
+    got = np.asarray(state.ssm[0, slots]).astype(float)
+    assert rel_l2(got, np.swapaxes(want, -1, -2)).max() < 4e-3
+    changed = np.flatnonzero(np.asarray(checksum(state.ssm)) != before)
+    assert changed.tolist() == sorted(slots.tolist())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_I1_slots_beyond_the_32_bit_limit(implementation):
     """I1 for real: 4,100 bf16 slots of 32 heads x 128 x 128 (4.3 GB); slots 4,095, 4,096 and 4,099 around 2^31 elements."""
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU with 10 GB")
-    sizes = dict(layers=1, slots=4101, q_heads=16, k_heads=16, v_heads=32, k_dim=128, v_dim=128, width=1)
-    spec = ssm.SSMSpec("gdn", **sizes, ssm_dtype="bf16")
-    slots, rng = np.array([4095, 4096, 4099], np.int32), np.random.default_rng(0)
-    tokens, params = draw_tokens(spec, rng, 3), draw_params(spec)
-    state = ssm.init_state(spec)
-    pool = jax.random.normal(jax.random.key(0), state.ssm.shape, jnp.bfloat16)
-    checksum = jax.jit(lambda x: jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32), axis=(2, 3, 4)))
-    start, before = np.asarray(pool[0, slots]), np.asarray(checksum(pool))[0]
-    state = state.replace(ssm=pool.at[:, spec.hold].set(0))
+    sizes = dict(layers=1, slots=4101, q_heads=16, k_heads=16, v_heads=32, k_dim=128, v_dim=128)
+    decode_in_a_random_pool(ssm.SSMSpec("gdn", **sizes, ssm_dtype="bf16"), [4095, 4096, 4099], implementation)
 
-    def step(state, ids, inputs):
-        config = ssm.KernelConfig(implementation=implementation)
-        state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, jnp.zeros_like(ids)), config)
-        state, o = ssm.forward(spec, state, receipt, 0, inputs)
-        return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), jnp.ones_like(ids))), o
 
-    state, o = jax.jit(step, donate_argnums=0)(state, slots, single(layer_inputs(tokens, params)))
-    core = oracle.core(spec, params, tokens)
-    want, _ = oracle.step(np.swapaxes(start.astype(float), -1, -2), *(x[:, 0] for x in core))
-    got = np.asarray(state.ssm[0, slots]).astype(float)
-    assert rel_l2(got, np.swapaxes(want, -1, -2)).max() < 4e-3
-    after = np.asarray(checksum(state.ssm))[0]
-    others = np.setdiff1d(np.arange(spec.hold), slots)
-    assert np.array_equal(after[others], before[others])
+def test_I1_the_same_in_a_small_pool():
+    decode_in_a_random_pool(small_spec(ssm_dtype="bf16"), [7, 3, 5], "xla")
 
 
 # ------------------------------------------------------------------------------------------------ ids that are no slots
@@ -290,6 +299,15 @@ def test_I11_every_order_of_three_rows(mode):
             m.round(np.full(3, 4), np.array(accepts))
         results.append(of_slots(m.spec, m.state, [8, 2, 5]))
     assert all(same_bits(results[0], other) for other in results[1:])
+
+
+def test_I7_I11_planted_row_numbers_as_slots_are_seen(monkeypatch):
+    """Slots 0..B-1 instead of the requested ones: what a test with identity ids cannot see."""
+    rows = lambda spec, slots, keep=True: jnp.where(slots < spec.hold, jnp.arange(slots.shape[0]), spec.slots)  # noqa: E731
+    monkeypatch.setattr(native, "drop_index", rows)
+    m = Machine(fs_spec("gdn", "native", layers=1), 3, verbs_of=fresh_verbs)
+    with pytest.raises(AssertionError):
+        m.round(np.full(3, 4), np.array([4, 1, 3]))
 
 
 def test_I12_seventy_thousand_programs():

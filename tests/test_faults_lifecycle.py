@@ -165,6 +165,21 @@ def test_L6_boundary_of_the_history(history, width):
         assert m.folds > 0
 
 
+def test_L6_planted_missing_fold_is_seen(monkeypatch):
+    """A round that starts without the fold it needs."""
+    real = ssm.prepare
+
+    def never_folds(spec, state, layout):
+        receipt = real(spec, state, layout)[1]
+        return state.replace(extra=state.extra.replace(forward_cursor=state.extra.cursor)), receipt
+
+    monkeypatch.setattr(ssm, "prepare", never_folds)
+    m = Machine(fs_spec("kda", "replay", layers=1), 4, verbs_of=fresh_verbs)
+    m.round(np.full(4, 4), np.array([4, 1, 3, 2]))
+    with pytest.raises(AssertionError):
+        m.round(np.full(4, 4), np.array([4, 1, 3, 2]))
+
+
 def test_L6_reaching_L_without_overflow_does_not_fold():
     """R19: n = L is full, not over: the checkpoint moves with the next token, not before."""
     m = Machine(fs_spec("gdn", "replay"), 1)

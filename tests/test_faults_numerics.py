@@ -204,6 +204,16 @@ def test_N3_N18_gate_bits_are_the_same_on_every_path(lower_bound, shift):
     assert np.array_equal(bits(np.asarray(state.ssm)[0, :n, :, 0]), bits(decay)), "prefill"
 
 
+def test_N3_planted_second_formula_is_seen(monkeypatch):
+    """The gate by the library's softplus on one path only: a handful of logits in 65,280 give it away."""
+    spec, inputs = gate_sweep_spec("native", None), gate_sweep_inputs(0)
+    want = np.asarray(jax.jit(partial(gates.prologue, spec))(inputs).decay)
+    monkeypatch.setattr(gates, "softplus", jax.nn.softplus)
+    one_round_and_merge.cache_clear()
+    assert not np.array_equal(bits(gate_bits_by_state(spec, inputs, "decay")), bits(want))
+    one_round_and_merge.cache_clear()
+
+
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_N3_folded_state_equals_native_decode(lower_bound):
     """N3: KDA, both gates: verify, accept all, fold, against native decode of the same tokens one at a time."""
