@@ -79,8 +79,8 @@ def triton_forward(spec, state, layout, row, x, launch, pre_warps=1):
     if spec.rule == "gdn":
         tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
     else:
-        gates = prologue(x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound)[2:]
-        tokens = (x.q, x.k, *gates)
+        core = prologue(x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound)
+        tokens = (*core, x.k)
     window = project.coefficients(
         index, h.forward_cursor, tokens, pools(h, "k decay beta"), width=spec.width, scale=spec.scale, num_warps=pre_warps
     )

@@ -58,7 +58,7 @@ class Machine:
         fill = self.rng.standard_normal() if poison is None else poison[0]
         self.state = self.verbs.clear(to_device(filled(spec, fill)), self.ids(np.arange(count)))
 
-    # -- helpers
+    # -- slots and tokens
 
     def ids(self, requests) -> np.ndarray:
         """Slots of the requests, padded with HOLD to the fixed length."""
