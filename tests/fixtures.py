@@ -6,7 +6,7 @@ hundreds of independent cases run in one call, one case a slot.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -75,6 +75,12 @@ def layer_inputs(tokens: Tokens, params: Params) -> ssm.LinearInputs:
 # ------------------------------------------------------------------------------------------------------ jitted verbs
 
 
+def quick_jit(fn, **options):
+    """`jax.jit` that compiles in half the time and runs slower: for programs that a test runs a few times."""
+    cpu = jax.default_backend() == "cpu"
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0} if cpu else None, **options)
+
+
 def run_layers(spec, state, receipt, x, inputs, params):
     """conv_forward and forward of every layer: x [layers, T, C], inputs with a leading layer axis -> state, y, o."""
 
@@ -114,26 +120,29 @@ def prompt_chunk(spec, state, slots, lengths, x, inputs, params):
     return lax.scan(layer, state, (jnp.arange(spec.layers), x, params[0], params[1], inputs))
 
 
-def fresh_verbs(spec) -> SimpleNamespace:
+def fresh_verbs(spec, jit=quick_jit) -> SimpleNamespace:
     """Jitted verbs of `spec`, traced anew: use it after planting a fault. The state (export: pages) is donated."""
 
-    def jit(fn, donate=(0,)):
-        return jax.jit(partial(fn, spec), donate_argnums=donate)
+    def jitted(fn, donate=(0,)):
+        return jit(partial(fn, spec), donate_argnums=donate)
 
     return SimpleNamespace(
-        round=jit(whole_round),
-        open=jit(open_round),
-        accept=jit(lambda spec, state, acceptance: ssm.accept(spec, state, acceptance)),
-        merge=jit(lambda spec, state, slots: ssm.merge(spec, state, slots)),
-        clear=jit(lambda spec, state, slots: ssm.clear(spec, state, slots)),
-        snapshot=jit(lambda spec, state, slots: ssm.snapshot(spec, state, slots), donate=()),
-        export=jit(lambda spec, state, *args: ssm.export_into(spec, state, *args), donate=(1,)),
-        restore=jit(lambda spec, state, *args: ssm.restore(spec, state, *args)),
-        prompt=jit(prompt_chunk),
+        round=jitted(whole_round),
+        open=jitted(open_round),
+        accept=jitted(lambda spec, state, acceptance: ssm.accept(spec, state, acceptance)),
+        merge=jitted(lambda spec, state, slots: ssm.merge(spec, state, slots)),
+        clear=jitted(lambda spec, state, slots: ssm.clear(spec, state, slots)),
+        snapshot=jitted(lambda spec, state, slots: ssm.snapshot(spec, state, slots), donate=()),
+        export=jitted(lambda spec, state, *args: ssm.export_into(spec, state, *args), donate=(1,)),
+        restore=jitted(lambda spec, state, *args: ssm.restore(spec, state, *args)),
+        prompt=jitted(prompt_chunk),
     )
 
 
-verbs = lru_cache(maxsize=None)(fresh_verbs)
+@cache
+def verbs(spec) -> SimpleNamespace:
+    """The verbs of `spec`, compiled once for all tests."""
+    return fresh_verbs(spec, jax.jit)
 
 
 # ----------------------------------------------------------------------------------------------------- on the host

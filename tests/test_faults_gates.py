@@ -15,6 +15,7 @@ from fixtures import (
     fs_spec,
     layer_inputs,
     prompt_chunk,
+    quick_jit,
     recurrent_round,
     single,
     small_spec,
@@ -59,7 +60,7 @@ def wide_window(rule, mode):
         state, o = recurrent_round(spec, ssm.init_state(spec), ids, offsets, inputs, jnp.full(8, 16))
         return ssm.snapshot(spec, state, SLOTS)[1][:, 0], o
 
-    return spec, jax.jit(run)
+    return spec, quick_jit(run)
 
 
 @pytest.mark.parametrize(("rule", "mode"), [("gdn", "native"), ("kda", "compact"), ("gdn", "replay"), ("kda", "replay")])
@@ -83,7 +84,7 @@ def test_N6_N8_extreme_gates_in_prefill(rule):
     """The same gates at lengths 1, 15, 16, 17, 63, 64, 65, padded to 65."""
     spec = small_spec(rule)
     lengths = np.array([1, 15, 16, 17, 63, 64, 65, 65], np.int32)
-    run = jax.jit(partial(ssm.prefill, spec))
+    run = quick_jit(partial(ssm.prefill, spec))
     for case in CASES:
         tokens, params = extreme_tokens(spec, case)
         index = np.resize(np.arange(16), 65)

@@ -17,6 +17,7 @@ from fixtures import (
     fs_spec,
     layer_inputs,
     of_slots,
+    quick_jit,
     recurrent_round,
     same_bits,
     single,
@@ -100,7 +101,7 @@ def decode_in_a_random_pool(spec, slots, implementation):
     tokens, params = draw_tokens(spec, rng, 3), draw_params(spec)
     config = ssm.KernelConfig(implementation=implementation)
 
-    @jax.jit
+    @quick_jit
     def checksum(pool):
         return jnp.sum(jax.lax.bitcast_convert_type(pool, jnp.uint16).astype(jnp.uint32), axis=(0, 2, 3, 4))
 
@@ -112,7 +113,7 @@ def decode_in_a_random_pool(spec, slots, implementation):
     state = ssm.init_state(spec)
     state = state.replace(ssm=jax.random.normal(jax.random.key(0), state.ssm.shape, jnp.bfloat16))
     start, before = np.asarray(state.ssm[0, slots]), np.asarray(checksum(state.ssm))
-    state = jax.jit(step, donate_argnums=0)(state, slots, single(layer_inputs(tokens, params)))
+    state = quick_jit(step, donate_argnums=0)(state, slots, single(layer_inputs(tokens, params)))
     core = oracle.core(spec, params, tokens)
     want, _ = oracle.step(np.swapaxes(start.astype(float), -1, -2), *(x[:, 0] for x in core))
     got = np.asarray(state.ssm[0, slots]).astype(float)
@@ -209,7 +210,7 @@ def test_I3_planted_clamp_is_seen(monkeypatch):
 def test_I2_a_live_row_after_padding_is_padding():
     """ids = [-1, 3]: eager refused (test_bad_input); under jit rows after the first padding row are padding too."""
     spec = small_spec()
-    layout = jax.jit(partial(ssm.build_layout, spec))(np.array([-1, 3], np.int32), np.zeros(2, np.int32))
+    layout = quick_jit(partial(ssm.build_layout, spec))(np.array([-1, 3], np.int32), np.zeros(2, np.int32))
     assert int(layout.count) == 0 and not np.asarray(layout.verify_len).any()
     assert (np.asarray(layout.slots) == spec.hold).all()
 
@@ -278,7 +279,7 @@ def test_I8_layers_are_independent():
             return ssm.forward(spec, state, receipt, jnp.int32(1), inputs)[0]
 
         inputs = jax.tree.map(lambda x: x[1], layer_inputs(tokens, params))
-        new = to_host(jax.jit(one)(to_device(host), tokens.x[:, 1], inputs, params.weight[1]))
+        new = to_host(quick_jit(one)(to_device(host), tokens.x[:, 1], inputs, params.weight[1]))
         for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(host), strict=True):
             if a.ndim > 1:
                 assert np.array_equal(bits(a[[0, 2]]), bits(b[[0, 2]]))
@@ -315,7 +316,7 @@ def test_I12_seventy_thousand_programs():
     spec = small_spec(slots=1101, q_heads=1, k_heads=1, v_heads=64, k_dim=4, v_dim=4)
     tokens, params = draw_tokens(spec, np.random.default_rng(0), 1100), draw_params(spec)
     ids = np.random.default_rng(1).permutation(1100).astype(np.int32)
-    run = jax.jit(partial(recurrent_round, spec))
+    run = quick_jit(partial(recurrent_round, spec))
     inputs, ones = single(layer_inputs(tokens, params)), np.ones(1100, np.int32)
     state, _ = run(ssm.init_state(spec), ids, 0 * ones, inputs, ones)
     batch = oracle.Requests(spec, params, 1100)
@@ -349,9 +350,9 @@ def test_I15_value_heads_read_their_group(mode):
     tokens.k[:, :, 0], tokens.q[:, :, 1] = 0, 0
     ids, ones = np.array([7, 3, 5, 0], np.int32), np.ones(4, np.int32)
     inputs = single(layer_inputs(tokens, params))
-    state, o = jax.jit(partial(recurrent_round, spec))(ssm.init_state(spec), ids, 0 * ones, inputs, ones)
+    state, o = quick_jit(partial(recurrent_round, spec))(ssm.init_state(spec), ids, 0 * ones, inputs, ones)
     prompt = jax.tree.map(lambda x: x[:, None] if x.ndim > 1 else x, inputs)
-    filled, po = jax.jit(partial(ssm.prefill, spec))(ssm.init_state(spec), 0, ids, ones, prompt)
+    filled, po = quick_jit(partial(ssm.prefill, spec))(ssm.init_state(spec), 0, ids, ones, prompt)
     written = np.asarray(ssm.snapshot(spec, state, ids)[1])[:, 0]
     prefilled = np.asarray(filled.ssm)[0, ids * spec.rows_per_slot]
     for s in (written, prefilled):
@@ -377,5 +378,5 @@ def test_R12_grouped_keys_equal_redundant_ones(mode, group):
             state, o = recurrent_round(spec, ssm.init_state(spec), ids, 0 * ids, inputs, ones)
             return ssm.merge(spec, state, ids).ssm, o
 
-        results.append(jax.jit(run)(inputs))
+        results.append(quick_jit(run)(inputs))
     assert close(*results)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures import draw_params, draw_tokens, fs_spec, layer_inputs, open_round, prompt_chunk, whole_round
+from fixtures import draw_params, draw_tokens, fs_spec, layer_inputs, open_round, prompt_chunk, quick_jit, whole_round
 
 import jax_ssm as ssm
 
@@ -44,21 +44,21 @@ def compile_verb(spec, verb, batch):
         fn = whole_round if verb == "round" else open_round
         x, inputs, params = abstract_inputs(spec, t)
         args = (state, ints(t), ints(t), x, inputs, params) + ((ints(min(t, spec.slots - 1)),) if verb == "round" else ())
-        return jax.jit(partial(fn, spec), donate_argnums=0).lower(*args).compile()
+        return quick_jit(partial(fn, spec), donate_argnums=0).lower(*args).compile()
     if verb == "prompt":
         x, inputs, params = abstract_inputs(spec, batch, 8)
         args = (state, ints(batch), ints(batch), x, inputs, params)
-        return jax.jit(partial(prompt_chunk, spec), donate_argnums=0).lower(*args).compile()
+        return quick_jit(partial(prompt_chunk, spec), donate_argnums=0).lower(*args).compile()
     if verb == "accept":
         receipt = jax.eval_shape(lambda: ssm.prepare(spec, ssm.init_state(spec), ssm.build_layout(spec, *layout_ids(t))))[1]
         fn = lambda state, receipt, lengths: ssm.accept(spec, state, ssm.StateAcceptance((receipt,), lengths))  # noqa: E731
-        return jax.jit(fn, donate_argnums=0).lower(state, receipt, ints(min(t, spec.slots - 1))).compile()
+        return quick_jit(fn, donate_argnums=0).lower(state, receipt, ints(min(t, spec.slots - 1))).compile()
     if verb in ("merge", "clear"):
-        return jax.jit(partial(getattr(ssm, verb), spec), donate_argnums=0).lower(state, ints(batch)).compile()
+        return quick_jit(partial(getattr(ssm, verb), spec), donate_argnums=0).lower(state, ints(batch)).compile()
     pages = jax.eval_shape(lambda: ssm.init_pages(spec, 64))
     fn = ssm.export_into if verb == "export" else ssm.restore
     args = (state, pages, ints(batch), ints(batch), ints())
-    return jax.jit(partial(fn, spec), donate_argnums=1 if verb == "export" else 0).lower(*args).compile()
+    return quick_jit(partial(fn, spec), donate_argnums=1 if verb == "export" else 0).lower(*args).compile()
 
 
 def layout_ids(t):
@@ -124,7 +124,7 @@ def test_M1_planted_gather_export_is_seen():
 
     spec = pool_spec("native")
     state, pages = jax.eval_shape(partial(ssm.init_state, spec)), jax.eval_shape(partial(ssm.init_pages, spec, 64))
-    lowered = jax.jit(gathered, donate_argnums=1).lower(state, pages, ints(32), ints(32))
+    lowered = quick_jit(gathered, donate_argnums=1).lower(state, pages, ints(32), ints(32))
     assert lowered.compile().memory_analysis().temp_size_in_bytes > 1024
 
 
@@ -136,7 +136,7 @@ def test_M1_planted_copies_are_seen(mode):
     kept = lambda state, slots: (ssm.clear(spec, state, slots), state.ssm)  # noqa: E731
     rounded = lambda state, slots: state.replace(ssm=(state.ssm.astype(jnp.float32) * 1.5).astype(jnp.bfloat16))  # noqa: E731
     for fn in (kept, rounded):
-        compiled = jax.jit(fn, donate_argnums=0).lower(state, ints(4)).compile()
+        compiled = quick_jit(fn, donate_argnums=0).lower(state, ints(4)).compile()
         memory = compiled.memory_analysis()
         assert pool_moves(compiled.as_text(), state) or memory.temp_size_in_bytes > bytes_of(state) // 20
 
@@ -161,7 +161,7 @@ def round_arguments(spec, live, rng):
 def test_R33_one_executable_for_14_request_counts(rule, width):
     """B7, V8, R33: 14 counts in one bucket: the whole round compiles once. Its donated state is gone afterwards (R84)."""
     spec, rng = fs_spec(rule, "replay", slots=17, width=width, history=8), np.random.default_rng(0)
-    fn = jax.jit(partial(whole_round, spec), donate_argnums=0)
+    fn = quick_jit(partial(whole_round, spec), donate_argnums=0)
     state = ssm.init_state(spec)
     for live in COUNTS:
         old = jax.tree.leaves(state)
@@ -174,7 +174,7 @@ def test_R33_one_executable_for_14_request_counts(rule, width):
 def test_R33_one_executable_per_stage(mode):
     """B7, R33, R35: prepare, forward, accept, merge, clear, export and restore compile once for all counts and slots."""
     spec, rng = fs_spec("gdn", mode, slots=17, history=8), np.random.default_rng(0)
-    jit = lambda fn, donate=0: jax.jit(partial(fn, spec), donate_argnums=donate)  # noqa: E731
+    jit = lambda fn, donate=0: quick_jit(partial(fn, spec), donate_argnums=donate)  # noqa: E731
     layout = jit(ssm.build_layout, ())
     accept = jit(lambda spec, state, receipt, n: ssm.accept(spec, state, ssm.StateAcceptance((receipt,), n)))
     stages = [layout, jit(ssm.prepare), jit(ssm.forward), accept, jit(ssm.merge), jit(ssm.clear), jit(ssm.export_into, 1)]

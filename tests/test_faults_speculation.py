@@ -15,6 +15,7 @@ from fixtures import (
     layer_inputs,
     of_slots,
     poison_dead,
+    quick_jit,
     same_bits,
     single,
     small_spec,
@@ -120,7 +121,7 @@ def test_S3_accepting_nothing_leaves_everything(mode):
     _, receipt = ssm.prepare(spec, to_device(host), ssm.build_layout(spec, ids, offsets))
     inputs = single(layer_inputs(tokens, m.params))
 
-    @jax.jit
+    @quick_jit
     def run(state, lengths):
         opened, _ = ssm.forward(spec, state, receipt, 0, inputs)
         return opened, ssm.accept(spec, opened, ssm.StateAcceptance((receipt,), lengths))
@@ -147,7 +148,7 @@ def test_R22_a_forward_can_be_repeated(mode):
     ids, offsets = np.repeat(np.array([7, 3], np.int32), 4), np.tile(np.arange(4, dtype=np.int32), 2)
     inputs = single(layer_inputs(draw_tokens(spec, np.random.default_rng(0), 8), draw_params(spec)))
 
-    @jax.jit
+    @quick_jit
     def run(state):
         state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, offsets))
         first, o = ssm.forward(spec, state, receipt, 0, inputs)
@@ -176,7 +177,7 @@ def test_R21_accept_may_come_before_the_forward():
         return (state if early else ssm.accept(spec, state, acceptance)), o
 
     params, rng = draw_params(spec), np.random.default_rng(0)
-    runs = [jax.jit(partial(run, early)) for early in (False, True)]
+    runs = [quick_jit(partial(run, early)) for early in (False, True)]
     states = [ssm.init_state(spec)] * 2
     for _ in range(10):
         inputs = single(layer_inputs(draw_tokens(spec, rng, 2), params))
@@ -270,7 +271,7 @@ def test_R90_two_microbatches_equal_one_batch(mode):
         return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), lengths)), o
 
     split = lambda swap: lambda state, *args: two_halves(spec, state, swap, *args)  # noqa: E731
-    runs = [jax.jit(whole), jax.jit(split(False)), jax.jit(split(True))]
+    runs = [quick_jit(whole), quick_jit(split(False)), quick_jit(split(True))]
     states = [ssm.init_state(spec)] * 3
     for step in range(5):
         live = [7, 3, 5, 0] if step != 3 else [7, 3, spec.hold, spec.hold]
@@ -297,7 +298,7 @@ def test_R92_fixed_equals_dynamic():
         return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), jnp.full(r, 2))), o
 
     state = ssm.init_state(spec)
-    assert close(jax.jit(partial(run, True))(state, inputs), jax.jit(partial(run, False))(state, inputs))
+    assert close(quick_jit(partial(run, True))(state, inputs), quick_jit(partial(run, False))(state, inputs))
 
 
 def test_R96_main_and_draft_share_a_layout():
@@ -309,7 +310,7 @@ def test_R96_main_and_draft_share_a_layout():
     for spec, lengths in ((main, [2, 1, 9]), (draft, [1, 1, 9])):
         state, receipt = ssm.prepare(spec, ssm.init_state(spec), layout)
         inputs = single(layer_inputs(draw_tokens(spec, np.random.default_rng(0), 3), draw_params(spec)))
-        state, _ = jax.jit(partial(ssm.forward, spec))(state, receipt, 0, inputs)
+        state, _ = quick_jit(partial(ssm.forward, spec))(state, receipt, 0, inputs)
         acceptance = ssm.StateAcceptance((receipt,), jnp.array(lengths))
         states[spec.state_key] = ssm.commit(spec, state, acceptance, (ledger := ssm.Ledger(), ledger.issue(receipt))[0])
         with pytest.raises(ValueError, match="state_key"):
