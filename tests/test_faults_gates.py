@@ -135,7 +135,7 @@ def norm_errors(mode, verbs_of):
 
 def test_N10_one_norm_with_eps_inside(monkeypatch):
     """N10: eps = 1e-6 inside the square root, in prefill, decode, verify and fold; a key of norm 1e-3 becomes 0.707."""
-    assert norm_errors("replay", verbs) <= 1e-5
+    assert norm_errors("replay", fresh_verbs) <= 1e-5
     assert abs(float(jnp.linalg.norm(gates.l2norm(jnp.zeros(16).at[3].set(1e-3)))) - 0.5**0.5) < 1e-3
     assert not np.asarray(gates.l2norm(jnp.zeros((2, 16)))).any()
     outside = lambda x: x.astype(jnp.float32) / (jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True) + 1e-6)  # noqa: E731
