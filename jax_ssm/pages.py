@@ -115,7 +115,7 @@ def export_into(
     pages = lax.fori_loop(0, n, one, pages)
     if by_kernel:
         targets = jnp.where((page_ids >= 0) & (page_ids < pages.ssm.shape[0]), page_ids, -1)
-        return pages.replace(ssm=materialize_into(spec, state, slots, targets, n, config, pages=pages.ssm))
+        return pages.replace(ssm=materialize_into(spec, state, slots, targets, n, pages=pages.ssm))
     return pages.replace(ssm=_fold_rows(spec, state, pages.ssm, n, where)) if spec.mode == "replay" else pages
 
 

@@ -196,21 +196,29 @@ def page_bytes(spec: SSMSpec) -> int:
     return spec.layers * (ssm + conv)
 
 
+# rows of V of one program, as measured on an H200
+BLOCK_V = {"native": {"fp32": 8, "bf16": 16}, "compact": {"fp32": 8, "bf16": 16}, "replay": {"fp32": 16, "bf16": 16}}
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """Static launch choice of one forward; carried by its receipt so that the commit uses the same one.
 
-    implementation: "xla", "pallas" or "triton". block_v and num_warps change speed, never bits.
+    implementation: "xla", "pallas" or "triton". block_v (None: the table BLOCK_V) and num_warps change speed, never bits.
     """
 
     implementation: str = "xla"
-    block_v: int = 8
+    block_v: int | None = None
     num_warps: int = 1
 
     def __post_init__(self) -> None:
         _require(self.implementation in IMPLEMENTATIONS, "implementation", self.implementation, f"one of {IMPLEMENTATIONS}")
-        for name in ("block_v", "num_warps"):
-            _require(_positive(getattr(self, name)), name, getattr(self, name), "a positive integer")
+        _require(self.block_v is None or _positive(self.block_v), "block_v", self.block_v, "a positive integer or None")
+        _require(_positive(self.num_warps), "num_warps", self.num_warps, "a positive integer")
+
+    def launch(self, spec: SSMSpec) -> dict[str, int]:
+        """Launch arguments of the kernels that run a window."""
+        return {"block_v": self.block_v or BLOCK_V[spec.mode][spec.ssm_dtype], "num_warps": self.num_warps}
 
 
 KINDS = ("gdn", "kda", "full")

@@ -78,7 +78,7 @@ def _advance_kernel(
 
 
 def advance(
-    state, pools, count, work, *, target=None, token=None, pages: bool = False, block_v: int = 16, num_warps: int = 1
+    state, pools, count, work, *, target=None, token=None, pages: bool = False, block_v: int = 32, num_warps: int = 1
 ):  # fmt: skip
     """Write the accepted states of a work list, all layers.
 

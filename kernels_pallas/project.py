@@ -298,9 +298,20 @@ def _outputs_kernel(
         state = load_pieces(state_ref, (layer, slot, head), rows, k_dim, levels)
         first = cu_ref[r]
         n, base = live_half(cursor_ref, slot, length)
+        # the mask hides that d is contiguous along V: the compiler then loads d in the layout of the state tile, instead of
+        # loading it in another one and converting through shared memory
+        d_rows = rows & 0x7FFFFFFF
         d_old = [
-            load(d_pool.at[layer, slot, head, base + cols, rows], mask=cols < n, other=zero) for cols in _record_columns(length)
+            load(d_pool.at[layer, slot, head, base + cols, d_rows], mask=cols < n, other=zero)
+            for cols in _record_columns(length)
         ]
+
+        def load_coefficients(i):
+            """Row i of c as pieces; dead columns may hold anything."""
+            if levels == RECORD_LEVELS:
+                return load_row_pieces(coef_ref, (r, head, i), block_v, length, RECORD_LEVELS, warps)
+            every = jnp.zeros_like(rows)  # a whole tile, or d and c get different layouts
+            return [load(coef_ref.at[r, head, i, jnp.minimum(cols, length - 1) + every]) for cols in _record_columns(length)]
 
         def project(i):
             """Checkpoint and live records under row i of x: steps 3 to 5."""
@@ -308,7 +319,7 @@ def _outputs_kernel(
             lanes = lane_sums([a * b for a, b in zip(state, x, strict=True)], levels)
             if gdn:
                 lanes = lanes * load(scalar_ref.at[r, head, i - lax.rem(i, 2)])
-            c = load_row_pieces(coef_ref, (r, head, i), block_v, length, RECORD_LEVELS, warps)
+            c = load_coefficients(i)
             products = [jnp.where(cols < n, d * a, 0.0) for cols, d, a in zip(_record_columns(length), d_old, c, strict=True)]
             return finish(lanes + halve([pair_sums(p, RECORD_LEVELS) for p in products]), interpret)
 

@@ -84,7 +84,7 @@ def _advance_kernel(
             store_pieces(target_ptr + (to * HV + head) * (V * K), column, K, s, column < V, K, LEVELS, "evict_first")
 
 
-def advance(state, pools, count, work, *, target=None, pages: bool = False, block_v: int = 16, num_warps: int = 1):
+def advance(state, pools, count, work, *, target=None, pages: bool = False, block_v: int = 32, num_warps: int = 1):
     """Write the accepted states of a work list, all layers.
 
     state [layers, rows, HV, V, K]; pools: replay's raw records (k [layers, S, KH, 2L, K], v [layers, S, HV, 2L, V],

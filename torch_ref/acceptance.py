@@ -28,10 +28,6 @@ class SSMForward:
     state_key: str
     kernels: str = "eager"
 
-    def launch(self) -> dict[str, int]:
-        """Arguments of a kernel launch."""
-        return dict(block_v=self.config.block_v, num_warps=self.config.num_warps)
-
 
 @dataclass(frozen=True, eq=False)
 class StateAcceptance:

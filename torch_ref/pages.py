@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_ref.conv import canonical_window
-from torch_ref.executors import MODES
+from torch_ref.executors import MODES, check_kernels
+from torch_ref.executors.materialize import materialize_into
 from torch_ref.spec import SSMSpec, page_bytes
 from torch_ref.state import ConvSSMState, clear, dtype, slot_ids
 
@@ -34,18 +35,26 @@ def init_pages(spec: SSMSpec, pages: int, device: torch.device | str = "cpu") ->
     )
 
 
-def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids, slots, n: int) -> Pages:
+def export_into(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids, slots, n: int, *, kernels: str = "eager") -> Pages:
     """Write the canonical state of the first n of slots [N] into pages page_ids [N]; one request at a time.
 
     `pages` is changed in place, the state is not; replay folds its live records on the way, with the recurrence of every
     other fold. Requests whose slot is not live or whose page id is out of range are dropped. Legal only between an
     accept and the next prepare.
     """
+    check_kernels(state, kernels)
     slots, page_ids = torch.as_tensor(slots).tolist(), torch.as_tensor(page_ids).tolist()
+    sources = {}  # page -> slot; of two requests for one page the last wins
     for slot, page in list(zip(slots, page_ids, strict=True))[: int(n)]:
         if 0 <= slot < spec.hold and 0 <= page < pages.ssm.shape[0]:
-            pages.conv[page] = canonical_window(spec, state, slot)
+            sources[page] = slot
+    for page, slot in sources.items():
+        pages.conv[page] = canonical_window(spec, state, slot)
+        if kernels == "eager":
             pages.ssm[page] = MODES[spec.mode].materialize(spec, state, slot)
+    if kernels == "triton":
+        ids = torch.tensor([list(sources.values()), list(sources)], dtype=torch.long, device=state.ssm.device)
+        materialize_into(spec, state, ids[0], ids[1], pages.ssm)
     return pages
 
 

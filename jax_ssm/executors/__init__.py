@@ -134,7 +134,7 @@ def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelCon
     if config.implementation == "pallas":
         n = slots.shape[0]
         ssm = jnp.zeros((n, spec.layers) + state.ssm.shape[2:], state.ssm.dtype)
-        ssm = materialize_into(spec, state, slots, jnp.arange(n), n, config, pages=ssm)
+        ssm = materialize_into(spec, state, slots, jnp.arange(n), n, pages=ssm)
     else:
         ssm = jax.lax.map(lambda slot: MODES[spec.mode].materialize(spec, state, slot), index)
     return jax.lax.map(lambda slot: canonical_window(spec, state, slot), index), ssm

@@ -47,7 +47,7 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
     layout, config, x = receipt.layout, receipt.config, state.extra
     inputs = (core.q, core.k_hat, core.v, core.decay, core.beta)
     where = (row, layout.slots, layout.verify_len, layout.cu)
-    launch = dict(block_v=config.block_v, num_warps=config.num_warps)
+    launch = config.launch(spec)
     o, window = decode.compact(state.ssm, (x.k, x.v, x.decay, x.beta), *where, inputs, core.k, width=spec.width, **launch)
     return state.replace(extra=CompactWindow(*window)), o
 
@@ -68,7 +68,7 @@ def _accept(spec: SSMSpec, state: ConvSSMState, pairs, config: KernelConfig) -> 
     if config.implementation == "pallas":
         from kernels_pallas.commit import commit
 
-        x, launch = state.extra, dict(block_v=config.block_v, num_warps=config.num_warps)
+        x, launch = state.extra, config.launch(spec)
         return state.replace(ssm=commit(state.ssm, x.k, x.v, x.decay, x.beta, slots, lengths, **launch))
     source, target = read_index(spec, slots), drop_index(spec, slots, lengths > 0)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_ssm.spec import KernelConfig, SSMSpec
+from jax_ssm.spec import SSMSpec
 from jax_ssm.state import ConvSSMState, read_index
 
 Array = jax.Array
 
 
 def materialize_into(
-    spec: SSMSpec, state: ConvSSMState, slots: Array, targets: Array, count, config: KernelConfig, *, pages: Array | None = None
+    spec: SSMSpec, state: ConvSSMState, slots: Array, targets: Array, count, *, pages: Array | None = None
 ) -> Array:
     """Write the accepted state of the first `count` of slots [N] to rows `targets` [N], all layers; -1 drops a request.
 
@@ -28,7 +28,9 @@ def materialize_into(
         cursor, pools = h.cursor[source], (h.k, h.v, h.decay, h.beta)
         n, base = cursor % (2 * spec.history), cursor // (2 * spec.history) * spec.history
     row = source * spec.width + state.accepted[source] if spec.mode == "native" else source
-    work = jnp.stack([row, n, base, jnp.where(source < spec.hold, targets, -1)]).astype(jnp.int32)
+    order = jnp.arange(slots.shape[0])
+    live = (source < spec.hold) & (order < count)
+    replaced = jnp.any((targets[:, None] == targets) & live & (order > order[:, None]), axis=1)  # the last of two wins
+    work = jnp.stack([row, n, base, jnp.where(live & ~replaced, targets, -1)]).astype(jnp.int32)
     count = jnp.asarray(count, jnp.int32).reshape(1)
-    launch = dict(block_v=config.block_v, num_warps=config.num_warps)
-    return advance(state.ssm, pools, count, work, target=pages, pages=pages is not None, **launch)
+    return advance(state.ssm, pools, count, work, target=pages, pages=pages is not None)

@@ -88,7 +88,7 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
     else:
         inputs = (x.q, x.k, x.v, x.a, x.b, x.A_log, x.dt_bias)
     where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
-    launch = dict(block_v=config.block_v, num_warps=config.num_warps)
+    launch = config.launch(spec)
     o, ssm = decode.native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **launch)
     return state.replace(ssm=ssm), o
 

@@ -36,7 +36,7 @@ def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: Ke
     A row folds iff T_r > 0 and n + T_r > L; it continues in the other half, so the records it folded stay intact.
     """
     if config.implementation == "pallas":
-        return _prepare_kernel(state, layout, config)
+        return _prepare_kernel(state, layout)
     cursor = state.extra.cursor[read_index(spec, layout.slots)]
     n, phase = live(spec, cursor)
     fold = (layout.verify_len > 0) & (n + layout.verify_len > spec.history)
@@ -47,14 +47,12 @@ def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: Ke
     return state.replace(extra=h.replace(forward_cursor=published))
 
 
-def _prepare_kernel(state: ConvSSMState, layout: DecodeLayout, config: KernelConfig) -> ConvSSMState:
+def _prepare_kernel(state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
     from kernels_pallas import history
 
-    h, launch = state.extra, dict(block_v=config.block_v, num_warps=config.num_warps)
-    cursors = (h.cursor, h.forward_cursor)
-    ssm, cursor, forward_cursor = history.prepare(
-        state.ssm, (h.k, h.v, h.decay, h.beta), *cursors, layout.slots, layout.verify_len, **launch
-    )
+    h = state.extra
+    records, rows = (h.k, h.v, h.decay, h.beta), (layout.slots, layout.verify_len)
+    ssm, cursor, forward_cursor = history.prepare(state.ssm, records, h.cursor, h.forward_cursor, *rows)
     return state.replace(ssm=ssm, extra=h.replace(cursor=cursor, forward_cursor=forward_cursor))
 
 
@@ -143,7 +141,7 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
     )
     o, (v, d) = project.outputs(
         index, h.forward_cursor, x.v, coefficients, state.ssm, (h.v, h.d),
-        gdn=spec.rule == "gdn", block_v=config.block_v, num_warps=config.num_warps,
+        gdn=spec.rule == "gdn", **config.launch(spec),
     )  # fmt: skip
     return state.replace(extra=h.replace(k=k, v=v, d=d, decay=decay, beta=beta)), o
 
@@ -198,7 +196,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
 def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
     """Fold the live records of each slot into its checkpoint and set its cursors to 0."""
     if config.implementation == "pallas":
-        state = state.replace(ssm=materialize_into(spec, state, slots, slots, slots.shape[0], config))
+        state = state.replace(ssm=materialize_into(spec, state, slots, slots, slots.shape[0]))
     else:
         pending = live(spec, state.extra.cursor[read_index(spec, slots)])[0] > 0
         state = fold_slots(spec, state, slots, pending, jnp.zeros_like(slots))

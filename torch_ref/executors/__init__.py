@@ -21,6 +21,7 @@ from torch_ref.acceptance import (
 )
 from torch_ref.conv import canonical_window, merge_windows
 from torch_ref.executors import compact, native, replay
+from torch_ref.executors.materialize import materialize_into
 from torch_ref.gates import CoreInputs, LinearInputs
 from torch_ref.layout import DecodeLayout
 from torch_ref.spec import KernelConfig, SSMSpec
@@ -47,7 +48,7 @@ def prepare(
         raise NotImplementedError("kernels='triton' is not implemented for mode 'replay': use 'eager'")
     if layout.slots.device != state.ssm.device:
         raise ValueError(f"layout is on {layout.slots.device}: this state needs it on {state.ssm.device}")
-    state = MODES[spec.mode].prepare(spec, state, layout)
+    state = MODES[spec.mode].prepare(spec, state, layout, kernels)
     offset = state.accepted[layout.slots.long()].clone()
     return state, SSMForward(layout, offset, spec.mode, config, spec.state_key, kernels)
 
@@ -106,28 +107,33 @@ def commit(spec: SSMSpec, state: ConvSSMState, acceptance: StateAcceptance, ledg
     return state
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots, *, kernels: str = "eager") -> ConvSSMState:
     """Make row 0 and window offset 0 of the slots [N] hold the accepted state, before a prompt chunk or a copy.
 
     Replay: the live records are folded and the cursors become 0. Native: the accepted row moves to row 0. Compact:
     the state already is. Afterwards the accepted index is 0. Raises ValueError for ids that are not live.
     """
+    check_kernels(state, kernels)
     ids = slot_ids(spec, state, slots)
-    state = MODES[spec.mode].merge(spec, state, ids)
+    state = MODES[spec.mode].merge(spec, state, ids, kernels)
     state = merge_windows(spec, state, ids)
     state.accepted[ids] = 0
     return state
 
 
-def snapshot(spec: SSMSpec, state: ConvSSMState, slots) -> tuple[Tensor, Tensor]:
+def snapshot(spec: SSMSpec, state: ConvSSMState, slots, *, kernels: str = "eager") -> tuple[Tensor, Tensor]:
     """Canonical copies (conv [N, layers, C, kw-1], ssm [N, layers, HV, V, K]) of the slots [N]; the state is unchanged.
 
     Allocates N states, and says so: use `pages.export_into` to write into memory you own.
     """
-    ids = slot_ids(spec, state, slots).tolist()
+    check_kernels(state, kernels)
+    ids = slot_ids(spec, state, slots)
     conv = state.conv.new_zeros((len(ids),) + (spec.layers, spec.channels, spec.conv_width - 1))
     ssm = state.ssm.new_zeros((len(ids), spec.layers) + state.ssm.shape[2:])
-    for i, slot in enumerate(ids):
+    for i, slot in enumerate(ids.tolist()):
         conv[i] = canonical_window(spec, state, slot)
-        ssm[i] = MODES[spec.mode].materialize(spec, state, slot)
+        if kernels == "eager":
+            ssm[i] = MODES[spec.mode].materialize(spec, state, slot)
+    if kernels == "triton":
+        materialize_into(spec, state, ids, torch.arange(len(ids), device=ids.device), ssm)
     return conv, ssm

@@ -38,7 +38,7 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, c
 
         *inputs, k = (y.contiguous() for y in (core.q, core.k_hat, core.v, core.decay, core.beta, core.k))
         pools, where = (x.k, x.v, x.decay, x.beta), (row, layout.slots, layout.verify_len, layout.cu)
-        return state, decode.compact(state.ssm, pools, *where, inputs, k, width=spec.width, **receipt.launch())
+        return state, decode.compact(state.ssm, pools, *where, inputs, k, width=spec.width, **receipt.config.launch(spec))
     w = native.window_inputs(spec, receipt, core)
     o, _ = native.run_window(spec, state.ssm[row, layout.slots.long()].float(), w)
     at = torch.arange(spec.width, device=o.device).expand(layout.slots.shape[0], spec.width)
@@ -53,7 +53,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
         from kernels_triton.commit import commit
 
         slots, lengths = (torch.cat([pair[i] for pair in pairs]).int() for i in (2, 3))
-        commit(state.ssm, x.k, x.v, x.decay, x.beta, slots, lengths, **pairs[0][0].launch())
+        commit(state.ssm, x.k, x.v, x.decay, x.beta, slots, lengths, **pairs[0][0].config.launch(spec))
         return state
     for _, _, slots, lengths in pairs:
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
@@ -64,7 +64,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     return state
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Tensor) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Tensor, kernels: str) -> ConvSSMState:
     """The state is already canonical."""
     return state
 

@@ -16,7 +16,7 @@ from torch_ref.state import ConvSSMState
 Tensor = torch.Tensor
 
 
-def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
+def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, kernels: str) -> ConvSSMState:
     """Nothing to do: the receipt already holds the row to start from."""
     return state
 
@@ -44,8 +44,10 @@ def run_window(spec: SSMSpec, s: Tensor, w: CoreInputs) -> tuple[Tensor, list[Te
 
 
 def core_inputs(spec: SSMSpec, receipt: SSMForward, inputs: LinearInputs) -> CoreInputs | LinearInputs:
-    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts."""
-    if receipt.kernels == "triton" and spec.mode == "native" and spec.rule == "gdn" and spec.width == 1:
+    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts,
+    and replay of GDN, whose pre-kernel needs the raw rows anyway."""
+    inside = spec.rule == "gdn" and (spec.mode == "replay" or (spec.mode == "native" and spec.width == 1))
+    if receipt.kernels == "triton" and inside:
         check_inputs(spec, inputs)
         return inputs
     return prologue(spec, inputs, receipt.kernels)
@@ -78,7 +80,7 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
         inputs = (x.q, x.k, x.v, x.a, x.b, x.A_log, x.dt_bias)
     inputs = tuple(x.contiguous() for x in inputs)
     where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
-    return state, decode.native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **receipt.launch())
+    return state, decode.native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **receipt.config.launch(spec))
 
 
 def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
@@ -86,7 +88,7 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     return state
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Tensor) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Tensor, kernels: str) -> ConvSSMState:
     """Move the accepted row of each slot [N] to row 0."""
     first = slots * spec.width
     state.ssm[:, first] = state.ssm[:, first + state.accepted[slots].long()]

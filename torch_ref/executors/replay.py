@@ -37,9 +37,10 @@ import torch
 from torch_ref.acceptance import SSMForward
 from torch_ref.executors import native
 from torch_ref.executors.compact import put_records
+from torch_ref.executors.materialize import materialize_into
 from torch_ref.executors.recurrence import expand_heads
 from torch_ref.executors.recurrence import replay as replay_records
-from torch_ref.gates import CoreInputs, canonical_sum, halve, inverse_norm, l2norm, lane_sums, pair_levels
+from torch_ref.gates import CoreInputs, LinearInputs, canonical_sum, halve, inverse_norm, l2norm, lane_sums, pair_levels
 from torch_ref.layout import DecodeLayout, to_rows
 from torch_ref.spec import SSMSpec
 from torch_ref.state import ConvSSMState
@@ -53,12 +54,18 @@ def live(spec: SSMSpec, cursor):
     return cursor % (2 * spec.history), cursor // (2 * spec.history)
 
 
-def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
+def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, kernels: str) -> ConvSSMState:
     """Once per batch, for all layers: fold the rows whose window does not fit, flip them, publish the forward cursor.
 
     A row folds iff T_r > 0 and n + T_r > L. The window then goes to the other half; the old half stays intact.
     """
     h = state.extra
+    if kernels == "triton":
+        from kernels_triton import history
+
+        records, rows = (h.k, h.v, h.decay, h.beta), (layout.slots, layout.verify_len)
+        history.prepare(state.ssm, records, h.cursor, h.forward_cursor, *rows)
+        return state
     for slot, tokens in zip(layout.slots.tolist(), layout.verify_len.tolist(), strict=True):
         if tokens == 0:
             continue
@@ -85,8 +92,12 @@ def materialize(spec: SSMSpec, state: ConvSSMState, slot: int) -> Tensor:
     return s.to(state.ssm.dtype)
 
 
-def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, core: CoreInputs) -> tuple[ConvSSMState, Tensor]:
+def forward(
+    spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, core: CoreInputs | LinearInputs
+) -> tuple[ConvSSMState, Tensor]:
     """Verify: outputs o [T, HV, V] from checkpoint and history; writes T_r uncommitted records, moves no cursor."""
+    if receipt.kernels == "triton":
+        return state, _forward_kernel(spec, state, receipt, row, core)
     layout, w, h = receipt.layout, native.window_inputs(spec, receipt, core), state.extra
     slots = layout.slots.long()
     n, phase = live(spec, h.forward_cursor[slots].long())
@@ -97,6 +108,21 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, c
     at = (phase * spec.history + n)[:, None] + torch.arange(spec.width, device=o.device)
     put_records(spec, layout, row, at, (h.k, h.v, h.d, h.decay, h.beta), (w.k, w.v, d, w.decay, w.beta))
     return state, to_rows(layout, o.to(core.v.dtype))
+
+
+def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, x: CoreInputs | LinearInputs) -> Tensor:
+    from kernels_triton import project
+
+    layout, h = receipt.layout, state.extra
+    if isinstance(x, LinearInputs):
+        tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
+    else:
+        tokens = (x.q_raw, x.k, x.decay, x.beta) if spec.rule == "gdn" else (x.q, x.k_hat, x.decay, x.beta, x.k)
+    tokens, v = tuple(y.contiguous() for y in tokens), x.v.contiguous()
+    index = (row, layout.slots, layout.verify_len, layout.cu)
+    window = project.coefficients(index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale)
+    launch = receipt.config.launch(spec)
+    return project.outputs(index, h.forward_cursor, v, window, state.ssm, (h.v, h.d), gdn=spec.rule == "gdn", **launch)
 
 
 def load_history(spec: SSMSpec, state: ConvSSMState, row: int, slots: Tensor, n: Tensor, phase: Tensor) -> dict[str, Tensor]:
@@ -195,11 +221,14 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
     return state
 
 
-def merge(spec: SSMSpec, state: ConvSSMState, slots: Tensor) -> ConvSSMState:
+def merge(spec: SSMSpec, state: ConvSSMState, slots: Tensor, kernels: str) -> ConvSSMState:
     """Fold the live records of each slot [N] into its checkpoint and set its cursors to 0."""
-    for slot in slots.tolist():
-        if live(spec, int(state.extra.cursor[slot]))[0] > 0:
-            state.ssm[:, slot] = materialize(spec, state, slot)
+    if kernels == "triton":
+        materialize_into(spec, state, slots, slots)
+    else:
+        for slot in slots.tolist():
+            if live(spec, int(state.extra.cursor[slot]))[0] > 0:
+                state.ssm[:, slot] = materialize(spec, state, slot)
     state.extra.cursor[slots] = 0
     state.extra.forward_cursor[slots] = 0
     return state
