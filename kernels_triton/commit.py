@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kernels_triton.decode import check_sizes, expand_gate, load_gate, request_tokens
 from kernels_triton.gates import inverse_norm
+from kernels_triton.launch import launch
 from kernels_triton.recurrence import (
     expand_rows,
     load_pieces,
@@ -80,10 +81,11 @@ def commit(state, k, v, decay, beta, slots, lengths, *, block_v: int = 8, num_wa
     layers, slots_total, heads, v_dim, k_dim = state.shape
     m, r = min(block_v, v_dim), slots.shape[0]
     if r:
-        _commit_kernel[(v_dim // m, heads, layers * r)](
+        launch(
+            _commit_kernel, (v_dim // m, heads, layers * r),
             slots, lengths, k, v, decay, beta, state, slots_total, r,
             k.shape[2], heads, k.shape[3], k_dim, v_dim, decay.shape[-1], m,
             pair_levels(state.dtype, k_dim), pair_levels(k.dtype, k_dim), num_warps, triton.next_power_of_2(k.shape[3]),
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=num_warps,
         )  # fmt: skip
     return state

@@ -12,13 +12,14 @@ import triton.language as tl
 
 from kernels_triton.decode import request_tokens, zero_rows
 from kernels_triton.gates import sigmoid
+from kernels_triton.launch import launch, layer_row
 
 CHANNELS = 256  # at most, of one program
 
 
 @triton.jit(do_not_specialize=["layer", "S", "R", "T"])
 def _conv_kernel(
-    slots_ptr, offset_ptr, lens_ptr, cu_ptr, x_ptr, weight_ptr, bias_ptr, y_ptr, pool_ptr, layer, S, R, T,
+    slots_ptr, offset_ptr, lens_ptr, cu_ptr, x_ptr, weight_ptr, bias_ptr, pool_ptr, layer, y_ptr, S, R, T,
     W: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     WINDOW: tl.constexpr = TAPS - 1 + W - 1
@@ -28,7 +29,7 @@ def _conv_kernel(
     zero_rows(y_ptr, cu_ptr, 0, r, c, R, T, 1, C)
     if tokens > 0:
         first, offset = tl.load(cu_ptr + r).to(tl.int64), tl.load(offset_ptr + r)
-        column = pool_ptr + ((layer.to(tl.int64) * S + slot) * C + c) * WINDOW
+        column = pool_ptr + ((layer_row(layer) * S + slot) * C + c) * WINDOW
         inputs = ()
         for i in tl.static_range(TAPS - 1):
             inputs = inputs + (tl.load(column + offset + i),)
@@ -63,9 +64,10 @@ def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, widt
         raise ValueError(f"C={channels} is not allowed: the convolution kernel needs a multiple of 16 channels")
     y, r = torch.empty_like(x), slots.shape[0]
     if r:
-        _conv_kernel[(channels // block, r)](
-            slots, offset, verify_len, cu, x, weight, weight if bias is None else bias, y, pool, row, pool.shape[1], r, t,
+        launch(
+            _conv_kernel, (channels // block, r),
+            slots, offset, verify_len, cu, x, weight, weight if bias is None else bias, pool, row, y, pool.shape[1], r, t,
             width, weight.shape[1], channels, block, bias is not None,
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=num_warps,
         )  # fmt: skip
     return y

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
+from kernels_triton.launch import launch, layer_row
 from kernels_triton.recurrence import (
     expand_rows,
     load_pieces,
@@ -110,8 +111,8 @@ def request_tokens(slots_ptr, lens_ptr, r, live_slots):
 
 @triton.jit(do_not_specialize=["layer", "S", "R", "T"])
 def _native_kernel(
-    slots_ptr, offset_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, o_ptr, state_ptr,
-    layer, S, R, T, W: tl.constexpr,
+    slots_ptr, offset_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, state_ptr,
+    layer, o_ptr, S, R, T, W: tl.constexpr,
     H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
     RAW: tl.constexpr, SCALE: tl.constexpr,
@@ -123,7 +124,7 @@ def _native_kernel(
     first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
     offset = tl.load(offset_ptr + r)
     if tokens > 0:
-        base = layer.to(tl.int64) * S * W + slot * W
+        base = layer_row(layer) * S * W + slot * W
         s = load_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
             q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
@@ -148,8 +149,8 @@ def _native_kernel(
 
 @triton.jit(do_not_specialize=["layer", "S", "R", "T"])
 def _compact_kernel(
-    slots_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, k_raw_ptr, state_ptr, o_ptr,
-    k_pool, v_pool, decay_pool, beta_pool, layer, S, R, T, W: tl.constexpr, W2: tl.constexpr,
+    slots_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, k_raw_ptr, state_ptr,
+    k_pool, v_pool, decay_pool, beta_pool, layer, o_ptr, S, R, T, W: tl.constexpr, W2: tl.constexpr,
     H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +160,7 @@ def _compact_kernel(
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
     if tokens > 0:
-        slot += layer.to(tl.int64) * S
+        slot += layer_row(layer) * S
         record = (slot * HV + head) * W  # of token 0 in the pools per value head
         s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
@@ -215,12 +216,13 @@ def native(
     heads, v_dim, k_dim = state.shape[2:]
     m, o, r = min(block_v, v_dim), torch.empty_like(v), slots.shape[0]
     if r:
-        _native_kernel[(v_dim // m, heads, r)](
-            slots, offset, verify_len, cu, q, k, v, decays, betas, A_log, dt_bias, o, state,
-            row, state.shape[1] // width, r, v.shape[0], width,
+        launch(
+            _native_kernel, (v_dim // m, heads, r),
+            slots, offset, verify_len, cu, q, k, v, decays, betas, A_log, dt_bias, state, row, o,
+            state.shape[1] // width, r, v.shape[0], width,
             q.shape[1], k.shape[1], heads, k_dim, v_dim, decays.numel() // (v.shape[0] * heads),
             m, pair_levels(state.dtype, k_dim), pair_levels(k.dtype, k_dim), num_warps, len(inputs) == 7, scale,
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=num_warps,
         )  # fmt: skip
     return o
 
@@ -237,10 +239,11 @@ def compact(state, window, row, slots, verify_len, cu, inputs, k_raw, *, width: 
     _, slots_total, heads, v_dim, k_dim = state.shape
     m, o, r = min(block_v, v_dim), torch.empty_like(v), slots.shape[0]
     if r:
-        _compact_kernel[(v_dim // m, heads, r)](
-            slots, verify_len, cu, q, k, v, decays, betas, k_raw, state, o, *window,
-            row, slots_total, r, v.shape[0], width, triton.next_power_of_2(width),
+        launch(
+            _compact_kernel, (v_dim // m, heads, r),
+            slots, verify_len, cu, q, k, v, decays, betas, k_raw, state, *window, row, o,
+            slots_total, r, v.shape[0], width, triton.next_power_of_2(width),
             q.shape[1], k.shape[1], heads, k_dim, v_dim, decays.shape[-1], m, pair_levels(state.dtype, k_dim), num_warps,
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=num_warps,
         )  # fmt: skip
     return o

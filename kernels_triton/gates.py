@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from kernels_triton.launch import launch
 from kernels_triton.recurrence import INTERPRET, finish, lane_sums, load_pieces, pair_levels, spread, store_pieces, times
 
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -131,10 +132,10 @@ def prologue(q, k, a, b, A_log, dt_bias, *, scale: float, lower_bound: float | N
     )
     blocks = triton.cdiv(heads, HEADS.value) + triton.cdiv(key_heads, HEADS.value) + triton.cdiv(gates, CHANNELS)
     if t:
-        _prologue_kernel[(blocks, t)](
+        launch(
+            _prologue_kernel, (blocks, t),
             q, k, a, b, A_log, dt_bias, q_hat, k_hat, decays, beta,
             heads, key_heads, v_heads, k_dim, gates, pair_levels(q.dtype, k_dim), scale, lower_bound,
             min(CHANNELS, triton.next_power_of_2(gates)), triton.next_power_of_2(v_heads),
-            num_warps=1, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return q_hat, k_hat, decays, beta

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels_triton.launch import launch
 from kernels_triton.materialize import advance
 
 
@@ -46,9 +47,8 @@ def plan(cursor, forward_cursor, slots, verify_len, *, length: int):
     count = torch.zeros((1,), dtype=torch.int32, device=cursor.device)
     if requests:
         size = triton.next_power_of_2(requests)
-        _plan_kernel[(1,)](
-            slots, verify_len, cursor, forward_cursor, work, count, requests, cursor.shape[0], length, size, num_warps=4
-        )
+        arrays = slots, verify_len, cursor, forward_cursor, work, count
+        launch(_plan_kernel, (1,), *arrays, requests, cursor.shape[0], length, size, num_warps=4)
     return work, count
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton.decode import check_sizes, norm_of
+from kernels_triton.launch import launch
 from kernels_triton.recurrence import (
     INTERPRET,
     expand_rows,
@@ -98,10 +99,11 @@ def advance(state, pools, count, work, *, target=None, pages: bool = False, bloc
     written = state if target is None else target
     k, v, decay, beta = pools or (state, state, state, state)
     layers, slots, v_heads, v_dim, _ = state.shape
-    _advance_kernel[(PROGRAMS,)](
+    launch(
+        _advance_kernel, (PROGRAMS,),
         count, work, state, k, v, decay, beta, written, work.shape[1], slots, layers, written.shape[1],
         k.shape[2], v_heads, k_dim, v_dim, decay.shape[-1], k.shape[3], m, levels, pair_levels(k.dtype, k_dim), num_warps,
         pools is not None, pages, target is None, PROGRAMS,
-        num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+        num_warps=num_warps,
     )  # fmt: skip
     return written

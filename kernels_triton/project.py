@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels_triton.decode import request_tokens, zero_rows
 from kernels_triton.gates import decay, inverse_norm, sigmoid
+from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
 from kernels_triton.recurrence import (
     LANES,
@@ -110,10 +111,10 @@ def _gdn_token(
     return passed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _gdn_kernel(
     slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, k_pool, decay_pool, beta_pool,
-    x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, W2: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
+    layer, x_ptr, coef_ptr, scalar_ptr, S, W: tl.constexpr, W2: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
     KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, MEMBERS: tl.constexpr,
     LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +126,7 @@ def _gdn_kernel(
     if tokens > 0:
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
-        row, key_head, GROUP = layer * S + slot, head // (HEADS // KH), HV // HEADS
+        row, key_head, GROUP = layer_row(layer) * S + slot, head // (HEADS // KH), HV // HEADS
         key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
         q_ptr, k_ptr = q_ptr + (first * H + head // (HEADS // H)) * K, k_ptr + (first * KH + key_head) * K
         token = tl.arange(0, W2)[None, :]
@@ -200,10 +201,10 @@ def _kda_token(
     return keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _kda_kernel(
     slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
-    x_ptr, coef_ptr, scalar_ptr, layer, S, W: tl.constexpr, W2: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    layer, x_ptr, coef_ptr, scalar_ptr, S, W: tl.constexpr, W2: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request, head and M records: c_jt; one more block does P(0->t) x and the records."""
@@ -213,7 +214,7 @@ def _kda_kernel(
     if tokens > 0:
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
-        record, token, own = ((layer * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
+        record, token, own = ((layer_row(layer) * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
         q_ptr, k_ptr, a_ptr, raw_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K, raw_ptr + token * K
         old_key, old_decay = k_pool + record * K, decay_pool + record * K
         if (block < BLOCKS) & (block * M < n + tokens):
@@ -275,19 +276,20 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
         torch.empty((requests, h, 2 * width, *last), dtype=torch.float32, device=q.device)
         for h, last in ((heads, (k_dim,)), (v_heads, (length,)), (v_heads, ()))
     )
-    launch = dict(num_warps=num_warps, num_stages=1, enable_fp_fusion=False)
     grid = (length // rows + 1, heads, requests)
     if requests and channels == 1:
         raw = len(rest) == 4
-        _gdn_kernel[grid](
+        launch(
+            _gdn_kernel, grid,
             slots, verify_len, cu, cursor, q, k, *(rest if raw else (*rest, *rest)), k_pool, decay_pool, beta_pool,
-            x, coef, scalars, layer, s, width, w2, heads, q.shape[1], key_heads, v_heads, k_dim, length, rows,
-            triton.next_power_of_2(v_heads // heads), levels, num_warps, raw, scale, **launch,
+            layer, x, coef, scalars, s, width, w2, heads, q.shape[1], key_heads, v_heads, k_dim, length, rows,
+            triton.next_power_of_2(v_heads // heads), levels, num_warps, raw, scale, num_warps=num_warps,
         )  # fmt: skip
     elif requests:
-        _kda_kernel[grid](
-            slots, verify_len, cu, cursor, q, k, *rest, k_pool, decay_pool, beta_pool, x, coef, scalars, layer, s, width,
-            w2, v_heads, k_dim, length, rows, levels, num_warps, **launch,
+        launch(
+            _kda_kernel, grid,
+            slots, verify_len, cu, cursor, q, k, *rest, k_pool, decay_pool, beta_pool, layer, x, coef, scalars, s, width,
+            w2, v_heads, k_dim, length, rows, levels, num_warps, num_warps=num_warps,
         )  # fmt: skip
     return x, coef, scalars
 
@@ -334,10 +336,10 @@ def _put(t, v, d, o, o_ptr, v_at, d_at, rows, tokens, HV: tl.constexpr, V: tl.co
     tl.store(v_at + t * V + rows, v, mask=(rows < V) & (t < tokens))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _outputs_kernel(
-    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, v_ptr, x_ptr, coef_ptr, scalar_ptr, state_ptr, v_pool, d_pool, o_ptr,
-    layer, S, R, T, W: tl.constexpr, HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, v_ptr, x_ptr, coef_ptr, scalar_ptr, state_ptr, v_pool, d_pool, layer,
+    o_ptr, S, R, T, W: tl.constexpr, HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, GDN: tl.constexpr,
 ):  # fmt: skip
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
@@ -347,7 +349,7 @@ def _outputs_kernel(
     column = rows[:, None]
     if tokens > 0:
         # the state first: it is nearly all of the traffic, and depends on nothing but the slot
-        row = (layer * S + slot) * HV + head
+        row = (layer_row(layer) * S + slot) * HV + head
         state = load_pieces(state_ptr + row * (V * K), column, K, column < V, 0.0, K, LEVELS)
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
@@ -409,9 +411,10 @@ def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, 
     (t, v_heads, v_dim), (m, k_dim, levels) = v.shape, tile_of(state, block_v)
     o = torch.empty_like(v) if requests else torch.zeros_like(v)
     if requests:
-        _outputs_kernel[(v_dim // m, v_heads, requests)](
-            slots, verify_len, cu, cursor, v, x, coef, scalars, state, v_pool, d_pool, o, layer, state.shape[1], requests, t,
+        launch(
+            _outputs_kernel, (v_dim // m, v_heads, requests),
+            slots, verify_len, cu, cursor, v, x, coef, scalars, state, v_pool, d_pool, layer, o, state.shape[1], requests, t,
             width, heads, v_heads, k_dim, v_dim, v_pool.shape[3] // 2, m, levels, num_warps, gdn,
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
+            num_warps=num_warps,
         )  # fmt: skip
     return o
