@@ -36,17 +36,20 @@ def pair_sums(p, levels: int):
 
 
 def finish(p, interpret: bool):
-    """First half + second half until one value remains: p [M, n <= 32] -> [M].
+    """First half + second half until one value remains: p [M, n] -> [M].
 
-    On the GPU each lane holds one value and the butterfly of the library sum is this very order; in interpret mode it is
-    written out.
+    The library only ever adds two values, so no layout that a compiler chooses can change the order. A sum over eight is the
+    butterfly of the same order while each lane holds one value of a row; a tile of few rows is laid out otherwise. Interpret
+    mode adds by itself: XLA on a CPU starts a sum from +0, which loses the sign of a sum of -0.
     """
-    if not interpret:
-        return jnp.sum(p, axis=1)
     while p.shape[1] > 1:
-        a, b = lax.split(p, (p.shape[1] // 2,) * 2, axis=1)
-        p = a + b
-    return p[:, 0]
+        m, half = p.shape[0], p.shape[1] // 2
+        if interpret:
+            a, b = lax.split(p, (half, half), axis=1)
+            p = a + b
+        else:
+            p = jnp.sum(p.reshape(m, 2, half), axis=1)
+    return p[:, 0] if interpret else p.reshape(p.shape[0])
 
 
 def row_sums(p, levels: int, interpret: bool):

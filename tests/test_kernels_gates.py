@@ -11,6 +11,7 @@ from kernel_harness import ACT, Round, different, jax_leaves, make_spec, random_
 
 import jax_ssm
 import torch_ref
+from kernels_pallas import recurrence
 from torch_ref.state import leaves
 
 RULES = [
@@ -55,6 +56,21 @@ def test_N10_zero_rows_and_extreme_gates_are_finite():
     core = jax_ssm.gates.prologue(spec, jax_ssm.LinearInputs(**{name: to_jax(y) for name, y in vars(x).items()}), "pallas")
     assert not core.k_hat[0].any() and not core.decay[1].any() and (core.decay[2, :3] == 1).all()
     assert core.decay[0, 3, 0] == 0 and jnp.isfinite(core.decay).all()
+
+
+def longest_sum(f, *args) -> int:
+    """The longest axis that a traced function leaves to a library sum, 0 if there is none."""
+    sums = [e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name == "reduce_sum"]
+    return max((e.invars[0].aval.shape[e.params["axes"][0]] for e in sums), default=0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 32])
+def test_R75_a_canonical_sum_leaves_no_order_to_the_compiler(n):
+    """R75: as compiled for a GPU, the library only ever adds two values, whatever the number of rows of the tile."""
+    x = jnp.ones((1, n))
+    assert longest_sum(lambda p: recurrence.finish(p, False), x) <= 2
+    assert longest_sum(lambda p: recurrence.row_sums(p, 0, False), x) <= 2
+    assert n <= 2 or longest_sum(lambda p: jnp.sum(p, axis=1), x) == n, "planted: a library sum over the whole row is seen"
 
 
 def conv_pair(spec, windows, device: str, kernels: str):
