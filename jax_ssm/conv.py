@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_ssm.acceptance import SSMForward, check_receipt
 from jax_ssm.gates import round_to, sigmoid, store
+from jax_ssm.kernels import kernels
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import SSMSpec
 from jax_ssm.state import ConvSSMState, check_prompt, drop_index, dtype, put, read_index, take, take_slice
@@ -57,11 +58,9 @@ def conv_forward(
     check_receipt(spec, receipt, row, x.shape[0])
     check_channels(spec, x, weight, bias)
     layout, act = receipt.layout, x.dtype
-    if receipt.config.implementation == "pallas":
-        from kernels_pallas.conv import conv
-
+    if receipt.config.implementation != "xla":
         where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
-        y, pool = conv(state.conv, *where, x, weight, bias, width=spec.width)
+        y, pool = kernels(receipt.config.implementation).conv(state.conv, *where, x, weight, bias, width=spec.width)
         return state.replace(conv=pool), y
     slots = read_index(spec, layout.slots)
     past = _past(spec, state, row, slots, receipt.offset)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ssm.kernels import kernels
 from jax_ssm.spec import L2NORM_EPS, SSMSpec
 from jax_ssm.state import dtype, pytree
 
@@ -133,11 +134,11 @@ def check_inputs(spec: SSMSpec, inputs: LinearInputs) -> None:
 def prologue(spec: SSMSpec, inputs: LinearInputs, implementation: str = "xla") -> CoreInputs:
     """Everything the core reads, from the raw inputs [T, ..]. beta is the fp32 sigmoid of the widened logit."""
     check_inputs(spec, inputs)
-    if implementation == "pallas":
-        from kernels_pallas import gates as kernels
-
+    if implementation != "xla":
         x = inputs
-        core = kernels.prologue(x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound)
+        core = kernels(implementation).prologue(
+            x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound
+        )
         return CoreInputs(*core, k=x.k, v=x.v, q_raw=x.q)
     act = inputs.k.dtype
     k, v, q = (round_to(x, act) for x in (inputs.k, inputs.v, inputs.q))

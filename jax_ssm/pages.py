@@ -91,7 +91,7 @@ def export_into(
     if not slots.size:
         return pages
     n = jnp.minimum(n, slots.shape[0])
-    by_kernel = config.implementation == "pallas"
+    by_kernel = config.implementation != "xla"
 
     def where(i):
         slot, page = slots[i], page_ids[i]
@@ -115,7 +115,8 @@ def export_into(
     pages = lax.fori_loop(0, n, one, pages)
     if by_kernel:
         targets = jnp.where((page_ids >= 0) & (page_ids < pages.ssm.shape[0]), page_ids, -1)
-        return pages.replace(ssm=materialize_into(spec, state, slots, targets, n, pages=pages.ssm))
+        ssm = materialize_into(spec, state, slots, targets, n, config.implementation, pages=pages.ssm)
+        return pages.replace(ssm=ssm)
     return pages.replace(ssm=_fold_rows(spec, state, pages.ssm, n, where)) if spec.mode == "replay" else pages
 
 

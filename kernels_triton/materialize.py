@@ -53,7 +53,7 @@ def _advance_kernel(
     M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
     HISTORY: tl.constexpr, PAGES: tl.constexpr, IN_PLACE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles program_id, program_id + programs, .. of the list. RECORDS = 2L."""
+    """Tiles program_id, program_id + programs, .. of the list. RECORDS = 2L. IN_PLACE: the target is the state."""
     BLOCKS: tl.constexpr = V // M
     tiles = tl.load(count_ptr) * (layers * HV * BLOCKS)
     for i in range(tl.program_id(0), tiles, COUNT):
@@ -64,7 +64,8 @@ def _advance_kernel(
             rows = block * M + tl.arange(0, M)
             column = rows[:, None]
             row = layer * S + source
-            s = load_pieces(state_ptr + (row * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS)
+            source_ptr = target_ptr if IN_PLACE else state_ptr
+            s = load_pieces(source_ptr + (row * HV + head) * (V * K), column, K, column < V, 0.0, K, LEVELS)
             if HISTORY:
                 key = row * KH + head // (HV // KH)
                 own = row * HV + head
@@ -99,9 +100,10 @@ def advance(state, pools, count, work, *, target=None, pages: bool = False, bloc
     written = state if target is None else target
     k, v, decay, beta = pools or (state, state, state, state)
     layers, slots, v_heads, v_dim, _ = state.shape
+    source = count if target is None else state
     launch(
         _advance_kernel, (PROGRAMS,),
-        count, work, state, k, v, decay, beta, written, work.shape[1], slots, layers, written.shape[1],
+        count, work, source, k, v, decay, beta, written, work.shape[1], slots, layers, written.shape[1],
         k.shape[2], v_heads, k_dim, v_dim, decay.shape[-1], k.shape[3], m, levels, pair_levels(k.dtype, k_dim), num_warps,
         pools is not None, pages, target is None, PROGRAMS,
         num_warps=num_warps,

@@ -43,7 +43,7 @@ class Candidate:
     """A backend, what it can compute and what it promises.
 
     platforms: where it is a default, None for everywhere; by_name: where it also runs when asked for by name. feature:
-    what must be installed, None for nothing. head_sizes: legal K and V, None for any.
+    what must be installed, None for nothing; install: how, for the message. head_sizes: legal K and V, None for any.
     """
 
     name: str
@@ -53,13 +53,15 @@ class Candidate:
     by_name: tuple[str, ...] = ()
     properties: frozenset[str] = frozenset()
     head_sizes: tuple[int, ...] | None = None
+    install: str = ""
 
 
+TRITON_INSTALL = ": they need jax-triton, triton and torch, pip install 'jax-ssm[triton]'"
 KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 CANDIDATES = (
     Candidate("pallas", ("gdn", "kda"), ("gpu",), "pallas", ("cpu",), frozenset({"exact_bits"}), KERNEL_HEAD_SIZES),
-    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", (), frozenset({"exact_bits"}), KERNEL_HEAD_SIZES),
+    Candidate("triton", ("gdn", "kda"), ("gpu",), "triton", (), frozenset({"exact_bits"}), KERNEL_HEAD_SIZES, TRITON_INSTALL),
     Candidate("xla", ("gdn", "kda", "full"), None, None),
 )
 
@@ -93,7 +95,7 @@ def _refusal(candidate: Candidate, spec: LayerSpec, capability: Capability, cons
         if constraints.implementation is None:
             return f"runs on {capability.platform!r} only when asked for by name (interpreted, for tests)"
     if candidate.feature is not None and candidate.feature not in capability.features:
-        return f"{candidate.feature} kernels are not available in this installation"
+        return f"{candidate.feature} kernels are not available in this installation{candidate.install}"
     if candidate.head_sizes is not None:
         for name in ("k_dim", "v_dim"):
             if (value := getattr(spec.ssm, name)) not in candidate.head_sizes:

@@ -22,6 +22,7 @@ from jax_ssm.conv import canonical_window, merge_windows
 from jax_ssm.executors import compact, native, replay
 from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.gates import CoreInputs, LinearInputs
+from jax_ssm.kernels import refusal
 from jax_ssm.layout import DecodeLayout
 from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, as_ids, check_slots, check_state, drop_index, read_index
@@ -32,14 +33,10 @@ MODES = {"native": native, "compact": compact, "replay": replay}
 
 
 def check_config(config: KernelConfig) -> None:
-    """Raise NotImplementedError for an implementation that cannot run here; nothing falls back silently.
-
-    "pallas" runs on NVIDIA GPUs, and on a CPU in interpret mode, which is for tests.
-    """
-    if config.implementation == "triton":
-        raise NotImplementedError("implementation='triton' is not available in this installation: use 'pallas' or 'xla'")
-    if config.implementation == "pallas" and jax.default_backend() not in ("gpu", "cpu"):
-        raise NotImplementedError(f"implementation='pallas' does not run on {jax.default_backend()!r}: use 'xla'")
+    """Raise NotImplementedError for an implementation that cannot run here (`kernels.refusal`); nothing falls back silently."""
+    reason = refusal(config.implementation)
+    if reason is not None:
+        raise NotImplementedError(f"implementation={config.implementation!r} {reason}")
 
 
 def prepare(
@@ -52,8 +49,8 @@ def prepare(
     """
     check_config(config)
     check_state(spec, state)
-    if config.implementation == "pallas" and spec.projection == "precompute" and spec.width > 1:
-        raise NotImplementedError("projection='precompute' with implementation='pallas' is not implemented: use 'inline'")
+    if config.implementation != "xla" and spec.projection == "precompute" and spec.width > 1:
+        raise NotImplementedError(f"projection='precompute' with {config.implementation!r} is not implemented: use 'inline'")
     state = MODES[spec.mode].prepare(spec, state, layout, config)
     offset = state.accepted[read_index(spec, layout.slots)]
     return state, SSMForward(layout, offset, spec.mode, config, spec.state_key, spec)
@@ -131,10 +128,10 @@ def snapshot(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelCon
     ids = as_ids("slots", slots)
     check_slots(spec, slots)
     slots, index = ids, read_index(spec, ids)
-    if config.implementation == "pallas":
+    if config.implementation != "xla":
         n = slots.shape[0]
         ssm = jnp.zeros((n, spec.layers) + state.ssm.shape[2:], state.ssm.dtype)
-        ssm = materialize_into(spec, state, slots, jnp.arange(n), n, pages=ssm)
+        ssm = materialize_into(spec, state, slots, jnp.arange(n), n, config.implementation, pages=ssm)
     else:
         ssm = jax.lax.map(lambda slot: MODES[spec.mode].materialize(spec, state, slot), index)
     return jax.lax.map(lambda slot: canonical_window(spec, state, slot), index), ssm

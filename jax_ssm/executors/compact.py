@@ -10,6 +10,7 @@ from jax_ssm.acceptance import SSMForward
 from jax_ssm.executors import native
 from jax_ssm.executors.recurrence import expand_heads, replay
 from jax_ssm.gates import CoreInputs, store
+from jax_ssm.kernels import kernels
 from jax_ssm.layout import in_window, to_rows
 from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import CompactWindow, ConvSSMState, drop_index, dtype, put, read_index, take
@@ -30,7 +31,7 @@ def put_records(spec: SSMSpec, layout, row, at: Array, pools, values):
 
 def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs) -> tuple[ConvSSMState, Array]:
     """Verify: outputs o [T, HV, V] and T_r window records a request; the state is read and never written."""
-    if receipt.config.implementation == "pallas":
+    if receipt.config.implementation != "xla":
         return _forward_kernel(spec, state, receipt, row, core)
     layout, w = receipt.layout, native.window_inputs(spec, receipt, core)
     s = take(state.ssm, (row, read_index(spec, layout.slots))).astype(jnp.float32)
@@ -42,13 +43,11 @@ def forward(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: 
 
 
 def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs):
-    from kernels_pallas import decode
-
     layout, config, x = receipt.layout, receipt.config, state.extra
     inputs = (core.q, core.k_hat, core.v, core.decay, core.beta)
     where = (row, layout.slots, layout.verify_len, layout.cu)
-    launch = config.launch(spec)
-    o, window = decode.compact(state.ssm, (x.k, x.v, x.decay, x.beta), *where, inputs, core.k, width=spec.width, **launch)
+    compact, launch = kernels(config.implementation).compact, config.launch(spec)
+    o, window = compact(state.ssm, (x.k, x.v, x.decay, x.beta), *where, inputs, core.k, width=spec.width, **launch)
     return state.replace(extra=CompactWindow(*window)), o
 
 
@@ -65,10 +64,8 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
 def _accept(spec: SSMSpec, state: ConvSSMState, pairs, config: KernelConfig) -> ConvSSMState:
     slots = jnp.concatenate([forward.layout.slots for forward, _ in pairs])
     lengths = jnp.concatenate([lengths for _, lengths in pairs])
-    if config.implementation == "pallas":
-        from kernels_pallas.commit import commit
-
-        x, launch = state.extra, config.launch(spec)
+    if config.implementation != "xla":
+        x, launch, commit = state.extra, config.launch(spec), kernels(config.implementation).commit
         return state.replace(ssm=commit(state.ssm, x.k, x.v, x.decay, x.beta, slots, lengths, **launch))
     source, target = read_index(spec, slots), drop_index(spec, slots, lengths > 0)
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax_ssm.acceptance import SSMForward
 from jax_ssm.executors.recurrence import expand_heads, read, step
 from jax_ssm.gates import CoreInputs, LinearInputs, check_inputs, prologue, round_to, store
+from jax_ssm.kernels import kernels
 from jax_ssm.layout import in_window, to_rows, to_windows
 from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, drop_index, dtype, put, read_index, take
@@ -55,7 +56,7 @@ def core_inputs(spec: SSMSpec, receipt: SSMForward, inputs: LinearInputs) -> Cor
     """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts,
     and replay of GDN, whose pre-kernel needs the raw rows anyway."""
     inside = spec.rule == "gdn" and (spec.mode == "replay" or (spec.mode == "native" and spec.width == 1))
-    if receipt.config.implementation == "pallas" and inside:
+    if receipt.config.implementation != "xla" and inside:
         check_inputs(spec, inputs)
         return inputs
     return prologue(spec, inputs, receipt.config.implementation)
@@ -65,7 +66,7 @@ def forward(
     spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs | LinearInputs
 ) -> tuple[ConvSSMState, Array]:
     """Verify T_r tokens of each request: writes state rows slot * W + t, t < T_r, and returns o [T, HV, V]."""
-    if receipt.config.implementation == "pallas":
+    if receipt.config.implementation != "xla":
         return _forward_kernel(spec, state, receipt, row, core)
     layout, w = receipt.layout, window_inputs(spec, receipt, core)
     source = read_index(spec, layout.slots) * spec.width + receipt.offset
@@ -80,16 +81,14 @@ def forward(
 
 
 def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, x) -> tuple[ConvSSMState, Array]:
-    from kernels_pallas import decode
-
     layout, config = receipt.layout, receipt.config
     if isinstance(x, CoreInputs):
         inputs = (x.q, x.k_hat, x.v, x.decay, x.beta)
     else:
         inputs = (x.q, x.k, x.v, x.a, x.b, x.A_log, x.dt_bias)
     where = (row, layout.slots, receipt.offset, layout.verify_len, layout.cu)
-    launch = config.launch(spec)
-    o, ssm = decode.native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **launch)
+    native, launch = kernels(config.implementation).native, config.launch(spec)
+    o, ssm = native(state.ssm, *where, inputs, width=spec.width, scale=spec.scale, **launch)
     return state.replace(ssm=ssm), o
 
 

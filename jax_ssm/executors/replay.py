@@ -18,6 +18,7 @@ from jax_ssm.executors.compact import put_records
 from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import expand_heads, read, replay
 from jax_ssm.gates import CoreInputs, LinearInputs, l2norm, store
+from jax_ssm.kernels import kernels
 from jax_ssm.layout import DecodeLayout, to_rows
 from jax_ssm.spec import KernelConfig, SSMSpec
 from jax_ssm.state import ConvSSMState, drop_index, dtype, put_slice, read_index, take, take_slice
@@ -35,8 +36,8 @@ def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: Ke
 
     A row folds iff T_r > 0 and n + T_r > L; it continues in the other half, so the records it folded stay intact.
     """
-    if config.implementation == "pallas":
-        return _prepare_kernel(state, layout)
+    if config.implementation != "xla":
+        return _prepare_kernel(state, layout, config)
     cursor = state.extra.cursor[read_index(spec, layout.slots)]
     n, phase = live(spec, cursor)
     fold = (layout.verify_len > 0) & (n + layout.verify_len > spec.history)
@@ -47,12 +48,10 @@ def prepare(spec: SSMSpec, state: ConvSSMState, layout: DecodeLayout, config: Ke
     return state.replace(extra=h.replace(forward_cursor=published))
 
 
-def _prepare_kernel(state: ConvSSMState, layout: DecodeLayout) -> ConvSSMState:
-    from kernels_pallas import history
-
-    h = state.extra
+def _prepare_kernel(state: ConvSSMState, layout: DecodeLayout, config: KernelConfig) -> ConvSSMState:
+    h, prepare = state.extra, kernels(config.implementation).prepare
     records, rows = (h.k, h.v, h.decay, h.beta), (layout.slots, layout.verify_len)
-    ssm, cursor, forward_cursor = history.prepare(state.ssm, records, h.cursor, h.forward_cursor, *rows)
+    ssm, cursor, forward_cursor = prepare(state.ssm, records, h.cursor, h.forward_cursor, *rows)
     return state.replace(ssm=ssm, extra=h.replace(cursor=cursor, forward_cursor=forward_cursor))
 
 
@@ -98,7 +97,7 @@ def forward(
     spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, core: CoreInputs | LinearInputs
 ) -> tuple[ConvSSMState, Array]:
     """Verify: outputs o [T, HV, V] from checkpoint and history; writes T_r uncommitted records, moves no cursor."""
-    if receipt.config.implementation == "pallas":
+    if receipt.config.implementation != "xla":
         return _forward_kernel(spec, state, receipt, row, core)
     layout, w, h = receipt.layout, native.window_inputs(spec, receipt, core), state.extra
     slots = read_index(spec, layout.slots)
@@ -128,18 +127,17 @@ def forward(
 
 
 def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row, x: CoreInputs | LinearInputs):
-    from kernels_pallas import project
-
     layout, config, h = receipt.layout, receipt.config, state.extra
+    module = kernels(config.implementation)
     if isinstance(x, LinearInputs):
         tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
     else:
         tokens = (x.q_raw, x.k, x.decay, x.beta) if spec.rule == "gdn" else (x.q, x.k_hat, x.decay, x.beta, x.k)
     index = (jnp.asarray(row, jnp.int32).reshape(1), layout.slots, layout.verify_len, layout.cu)
-    *coefficients, (k, decay, beta) = project.coefficients(
+    *coefficients, (k, decay, beta) = module.coefficients(
         index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale
     )
-    o, (v, d) = project.outputs(
+    o, (v, d) = module.outputs(
         index, h.forward_cursor, x.v, coefficients, state.ssm, (h.v, h.d),
         gdn=spec.rule == "gdn", **config.launch(spec),
     )  # fmt: skip
@@ -195,8 +193,8 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
 
 def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
     """Fold the live records of each slot into its checkpoint and set its cursors to 0."""
-    if config.implementation == "pallas":
-        state = state.replace(ssm=materialize_into(spec, state, slots, slots, slots.shape[0]))
+    if config.implementation != "xla":
+        state = state.replace(ssm=materialize_into(spec, state, slots, slots, slots.shape[0], config.implementation))
     else:
         pending = live(spec, state.extra.cursor[read_index(spec, slots)])[0] > 0
         state = fold_slots(spec, state, slots, pending, jnp.zeros_like(slots))
