@@ -6,14 +6,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ssm.conv import canonical_window
 from jax_ssm.executors import MODES, check_config
-from jax_ssm.executors import replay as replay_mode
 from jax_ssm.executors.materialize import materialize_into
 from jax_ssm.executors.recurrence import step
 from jax_ssm.gates import l2norm, store
+from jax_ssm.kernels import kernels
 from jax_ssm.spec import KernelConfig, SSMSpec, page_bytes
 from jax_ssm.state import (
     ConvSSMState,
@@ -90,72 +91,113 @@ def export_into(
     check_config(config)
     if not slots.size:
         return pages
-    n = jnp.minimum(n, slots.shape[0])
-    by_kernel = config.implementation != "xla"
+    if config.implementation != "xla":
+        count = jnp.asarray(n, jnp.int32).reshape(1)
+        copy = kernels(config.implementation).windows
+        targets = jnp.where((page_ids >= 0) & (page_ids < pages.ssm.shape[0]), page_ids, -1)
+        return Pages(
+            ssm=materialize_into(spec, state, slots, targets, n, config.implementation, pages=pages.ssm),
+            conv=copy(state.conv, state.accepted, count, slots, page_ids, pages.conv),
+        )
+    write = _fold_rows if spec.mode == "replay" else _copy_slots
+    return write(spec, state, pages, page_ids, slots, n)
 
-    def where(i):
-        slot, page = slots[i], page_ids[i]
-        live = (slot >= 0) & (slot < spec.hold) & (page >= 0) & (page < pages.ssm.shape[0])
-        return jnp.where(live, slot, 0), jnp.where(live, page, 0), live
+
+def _copy_slots(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> Pages:
+    """Modes without records: one slot after the other."""
 
     def write(pool, value, page):
         return put_slice(pool, value[None], (page,) + (0,) * (pool.ndim - 1))
 
     def one(i, pages):
-        slot, page, live = where(i)
+        slot, page = slots[i], page_ids[i]
+        live = (slot >= 0) & (slot < spec.hold) & (page >= 0) & (page < pages.ssm.shape[0])
 
         def copy(pages):
-            pages = pages.replace(conv=write(pages.conv, canonical_window(spec, state, slot), page))
-            if by_kernel or spec.mode == "replay":
-                return pages
-            return pages.replace(ssm=write(pages.ssm, MODES[spec.mode].materialize(spec, state, slot), page))
+            ssm = write(pages.ssm, MODES[spec.mode].materialize(spec, state, slot), page)
+            return Pages(ssm, write(pages.conv, canonical_window(spec, state, slot), page))
 
         return lax.cond(live, copy, lambda pages: pages, pages)
 
-    pages = lax.fori_loop(0, n, one, pages)
-    if by_kernel:
-        targets = jnp.where((page_ids >= 0) & (page_ids < pages.ssm.shape[0]), page_ids, -1)
-        ssm = materialize_into(spec, state, slots, targets, n, config.implementation, pages=pages.ssm)
-        return pages.replace(ssm=ssm)
-    return pages.replace(ssm=_fold_rows(spec, state, pages.ssm, n, where)) if spec.mode == "replay" else pages
+    return lax.fori_loop(0, jnp.minimum(n, slots.shape[0]), one, pages)
 
 
-def _fold_rows(spec: SSMSpec, state: ConvSSMState, ssm: Array, n: Array, where) -> Array:
-    """Fold the slots of `export_into` straight into their pages, a few state rows [rows, K] at a time.
+def _fold_rows(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> Pages:
+    """Mode "replay": fold slots straight into their pages, one row [K] of V after the other (rows are independent).
 
-    The rows of V are independent, so one fp32 tile is all the memory this takes.
+    Written for its temporary memory. XLA for CPUs keeps 64 bytes for every value that passes from one fusion to the next,
+    so there is one loop with one counter, whose digits are unsigned (signed division takes corrections, which are kept).
+    What is written is carried: a page that is read and written by one fusion would be copied. A dropped request writes
+    back what its page holds, since a branch needs tables of its own. A few channels of the window go along with every row.
     """
-    h = state.extra
-    rows = next(r for r in range(max(1, min(spec.v_dim, 128 // spec.k_dim)), 0, -1) if spec.v_dim % r == 0)
-    sizes = (spec.layers, spec.v_heads, spec.v_dim // rows)
-    tiles = math.prod(sizes)
-    group = spec.v_heads // spec.k_heads
+    h, zero, one = state.extra, np.uint32(0), np.uint32(1)
+    digits = tuple(np.uint32(x) for x in (spec.layers, spec.v_heads, spec.v_dim, spec.history))
+    row_shape = (1, 1, 1, 1, spec.k_dim)
+    channels = -(-spec.channels // (spec.v_heads * spec.v_dim))
+    piece_shape = (1, 1, channels, spec.conv_width - 1)
+
+    def at(x, i):
+        value = lax.dynamic_slice(x, (i,), (1,))[0]
+        if x.shape[0] == 1:  # what no step changes would be kept: an addition of zero that depends on the counter
+            value += lax.div(i, np.uint32(2**31)).astype(jnp.int32)
+        return value.astype(jnp.uint32)
 
     def body(carry):
-        # one loop over (tile, record): i counts tiles of all requests, t the records of a tile
-        i, t, s, ssm = carry
-        slot, page, live = where(i // tiles)
-        layer, head, v0 = jnp.unravel_index(i % tiles, sizes)
-        v0 = v0 * rows
-        records, phase = replay_mode.live(spec, h.cursor[slot])
+        i, row, piece, ssm, conv = carry
+        request, layer, head, v, t = _digits(i, *digits)
+        slot, page = at(slots, request), at(page_ids, request)
+        live = (slot < np.uint32(spec.hold)) & (page < np.uint32(ssm.shape[0]))
+        phase, n_records = _digits(at(h.cursor, slot), 2 * spec.history)
+        records = jnp.where(live, n_records, zero)
 
-        def record(pool, head, size, last=0):
-            full = (layer, slot, head, phase * spec.history + t, last)[: pool.ndim]
-            return take_slice(pool, full, (1, 1, 1, 1, size)[: pool.ndim]).reshape(size).astype(jnp.float32)
+        def record(pool, head, size=1, last=zero):
+            start = (layer, slot, head, phase * np.uint32(spec.history) + t, last)[: pool.ndim]
+            return take_slice(pool, start, (1, 1, 1, 1, size)[: pool.ndim]).reshape(size).astype(jnp.float32)
 
-        start = take_slice(state.ssm, (layer, slot, head, v0, 0), (1, 1, 1, rows, spec.k_dim))
-        s = jnp.where(t == 0, start.reshape(rows, spec.k_dim).astype(jnp.float32), s)
-        k_hat = l2norm(record(h.k, head // group, spec.k_dim))
-        new, _ = step(s, k_hat, record(h.v, head, rows, v0), record(h.decay, head, spec.gates), record(h.beta, head, 1)[0])
-        s = jnp.where(t < records, new, s)
-        tile = store(s, ssm.dtype)[None, None, None]
-        write = lambda x: put_slice(x, tile, (page, layer, head, v0, 0))  # noqa: E731
-        ssm = lax.cond(live, write, lambda x: x, ssm)
-        done = t + 1 >= records
-        return jnp.where(done, i + 1, i), jnp.where(done, 0, t + 1), s, ssm
+        def first(now, pool, start, shape, page_pool, page_start):
+            """`now` after the first step of a row; in it the values of the slot, or of the page where it is dropped."""
+            fresh, held = (take_slice(*x, shape).astype(now.dtype) for x in ((pool, start), (page_pool, page_start)))
+            return jnp.where(t == zero, jnp.where(live, fresh, held), now)
 
-    zero = jnp.zeros((rows, spec.k_dim), jnp.float32)
-    return lax.while_loop(lambda c: c[0] < n * tiles, body, (jnp.int32(0), jnp.int32(0), zero, ssm))[3]
+        target = (page, layer, head, v, zero)
+        row = first(row, state.ssm, (layer, slot, head, v, zero), row_shape, ssm, target)
+        k_hat = l2norm(record(h.k, _digits(head, spec.v_heads // spec.k_heads)[0], spec.k_dim), _row_sum)
+        beta = record(h.beta, head)[0]
+        new, _ = step(row[0, 0, 0], k_hat, record(h.v, head, last=v), record(h.decay, head, spec.gates), beta, _row_sum)
+        row = jnp.where(t < records, new.reshape(row_shape), row)
+        ssm = put_slice(ssm, store(row, ssm.dtype), target)
+
+        channel = (head * np.uint32(spec.v_dim) + v) * np.uint32(channels)
+        channel = jnp.minimum(channel, np.uint32(spec.channels - channels))  # the last pieces overlap
+        offset = at(state.accepted, slot)
+        piece = first(piece, state.conv, (layer, slot, channel, offset), piece_shape, conv, (page, layer, channel, zero))
+        conv = put_slice(conv, piece, (page, layer, channel, zero))
+
+        following = (lax.div(i, digits[-1]) + one) * digits[-1]
+        return jnp.where(t + one < records, i + one, following), row, piece, ssm, conv
+
+    def more(carry):
+        return lax.div(carry[0], np.uint32(math.prod(digits))).astype(jnp.int32) < jnp.minimum(n, slots.shape[0])
+
+    empty = (zero, jnp.zeros(row_shape, jnp.float32), jnp.zeros(piece_shape, pages.conv.dtype))
+    return Pages(*lax.while_loop(more, body, (*empty, pages.ssm, pages.conv))[3:])
+
+
+def _digits(i: Array, *sizes: int) -> list[Array]:
+    """i as a number whose lower digits have these bases, highest digit first."""
+    whole = np.uint32(math.prod(sizes))
+    high = lax.div(i, whole)
+    rest, low = i - high * whole, []
+    for size in reversed(sizes[1:]):
+        low.append(lax.rem(rest, np.uint32(size)))
+        rest = lax.div(rest, np.uint32(size))
+    return [high, rest, *reversed(low)]
+
+
+def _row_sum(x: Array) -> Array:
+    """Sum over the last axis in two steps of at most 32 values, or XLA for CPUs keeps the terms of longer ones in memory."""
+    width = 32 if x.shape[-1] % 32 == 0 else 1
+    return jnp.sum(jnp.sum(lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, width)), axis=-2), axis=-1)
 
 
 def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> ConvSSMState:

@@ -7,5 +7,6 @@ from kernels_pallas.gates import prologue
 from kernels_pallas.history import prepare
 from kernels_pallas.materialize import advance
 from kernels_pallas.project import coefficients, outputs
+from kernels_pallas.windows import windows
 
-__all__ = ["advance", "coefficients", "commit", "compact", "conv", "native", "outputs", "prepare", "prologue"]
+__all__ = ["advance", "coefficients", "commit", "compact", "conv", "native", "outputs", "prepare", "prologue", "windows"]

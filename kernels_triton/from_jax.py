@@ -19,6 +19,7 @@ import torch
 from kernels_triton import commit as _commit
 from kernels_triton import conv as _conv
 from kernels_triton import decode, gates, history, materialize, project
+from kernels_triton import windows as _windows
 from kernels_triton.launch import recorder
 
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")
@@ -162,6 +163,11 @@ def advance(state, pools, count, work, *, target=None, token=None, **static):
     written, extra = state if target is None else target, () if token is None else (token,)
     _, out = _run(host, (written,), state, pools, count, work, target, extra=extra, **static)
     return out[0] if token is None else tuple(out)
+
+
+def windows(pool, offset, count, slots, page_ids, target, **static):
+    _, (target,) = _run(_windows.windows, (target,), pool, offset, count, slots, page_ids, target, **static)
+    return target
 
 
 def prepare(state, pools, cursor, forward_cursor, slots, verify_len, **static):

@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ssm.gates import l2norm, round_to
+from jax_ssm.gates import l2norm, round_to, row_sum
 
 Array = jax.Array
 
 
-def step(s: Array, k_hat: Array, v: Array, decay: Array, beta: Array) -> tuple[Array, Array]:
+def step(s: Array, k_hat: Array, v: Array, decay: Array, beta: Array, total=row_sum) -> tuple[Array, Array]:
     """One token. s [.., V, K], k_hat [.., K], v [.., V], decay [.., G], beta [..], all fp32; returns new s and d [.., V]."""
     s = s * decay[..., None, :]
-    d = (v - read(s, k_hat)) * beta[..., None]
+    d = (v - read(s, k_hat, total)) * beta[..., None]
     return s + d[..., :, None] * k_hat[..., None, :], d
 
 
-def read(s: Array, x: Array) -> Array:
+def read(s: Array, x: Array, total=row_sum) -> Array:
     """S x: s [.., V, K], x [.., K] -> [.., V]. Elementwise product and sum, so no matrix unit rounds it."""
-    return jnp.sum(s * x[..., None, :], axis=-1)
+    return total(s * x[..., None, :])
 
 
 def expand_heads(x: Array, v_heads: int, axis: int) -> Array:
