@@ -11,7 +11,9 @@ from pathlib import Path
 from benchmarks import record
 
 COMMANDS = {
+    "parity": "PyTorch eager, Triton and Pallas compared element by element in every verb",
     "identity": "greedy text of native, compact and replay, plain and speculative, token by token",
+    "accepted": "tokens committed a round, by verify width and temperature",
     "accuracy": "state against a float64 recurrence after 2,048 tokens",
     "report": "rewrite the tables of README and docs from the recorded results",
     "export": "temporary memory of an export into caller-owned pages",

@@ -3,81 +3,29 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 import torch
 
 import jax_ssm
 import torch_ref
+from benchmarks.twins import ACT, jax_leaves, jax_state, random_core, random_inputs, to_jax, to_numpy  # noqa: F401 - for the tests
+from benchmarks.twins import differing as different
 from jax_ssm.executors import forward_core
 from jax_ssm.gates import CoreInputs as JaxCore
 from jax_ssm.spec import KernelConfig
 from torch_ref.executors import forward_core as torch_forward_core
-from torch_ref.gates import CoreInputs, l2norm
 from torch_ref.spec import SSMSpec
 from torch_ref.state import leaves
 
 torch.set_num_threads(1)
-ACT = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BITS = {4: np.int32, 2: np.int16}
 
 
 def make_spec(rule="gdn", mode="native", **changes) -> SSMSpec:
     heads = dict(q_heads=2, k_heads=2, v_heads=4) if rule == "gdn" else dict(q_heads=2, k_heads=2, v_heads=2)
     base = dict(layers=2, slots=8, k_dim=64, v_dim=16, width=1, history=4, mode=mode, act_dtype="bf16", ssm_dtype="fp32")
     return SSMSpec(rule=rule, **(base | heads | changes))
-
-
-def to_numpy(x) -> np.ndarray:
-    """Array of either framework as numpy, bf16 kept."""
-    if isinstance(x, torch.Tensor):
-        x = x.detach().cpu()
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
-    return np.asarray(x)
-
-
-def to_jax(x: torch.Tensor):
-    return jnp.array(to_numpy(x))
-
-
-def different(a, b) -> int:
-    """How many values of two arrays differ in their bits."""
-    a, b = to_numpy(a), to_numpy(b)
-    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
-    return int((a.view(BITS[a.dtype.itemsize]) != b.view(BITS[b.dtype.itemsize])).sum())
-
-
-def jax_state(state: torch_ref.ConvSSMState):
-    """The same state as a jax pytree."""
-    extra = None
-    if state.extra is not None:
-        kind = getattr(jax_ssm.state, type(state.extra).__name__)
-        extra = kind(**{f.name: to_jax(getattr(state.extra, f.name)) for f in fields(state.extra)})
-    return jax_ssm.state.ConvSSMState(to_jax(state.ssm), to_jax(state.conv), to_jax(state.accepted), extra)
-
-
-def jax_leaves(state) -> dict:
-    named = {"ssm": state.ssm, "conv": state.conv, "accepted": state.accepted}
-    for name, x in vars(state.extra).items() if state.extra is not None else ():
-        named[f"extra.{name}"] = x
-    return named
-
-
-def random_core(spec: SSMSpec, tokens: int, g: torch.Generator) -> CoreInputs:
-    """Prologue outputs of random tokens, made once and fed to both sides."""
-    act = ACT[spec.act_dtype]
-
-    def normal(*shape):
-        return torch.randn(tokens, *shape, generator=g)
-
-    q, k = normal(spec.q_heads, spec.k_dim).to(act), normal(spec.k_heads, spec.k_dim).to(act)
-    decay = torch.rand(tokens, spec.v_heads, spec.gates, generator=g) * 0.3 + 0.7
-    beta = torch.rand(tokens, spec.v_heads, generator=g)
-    return CoreInputs(l2norm(q) * spec.scale, l2norm(k), decay, beta, k, normal(spec.v_heads, spec.v_dim).to(act), q)
 
 
 jax_forward = functools.partial(jax.jit, static_argnums=0)(forward_core)
@@ -140,19 +88,6 @@ def assert_same_bits(arrays) -> None:
 
 
 # ------------------------------------------------------------------------------------- all three on one device
-
-
-def random_inputs(spec: SSMSpec, tokens: int, g: torch.Generator, device: str) -> torch_ref.LinearInputs:
-    act = ACT[spec.act_dtype]
-
-    def normal(*shape, dtype=act):
-        return torch.randn(shape, generator=g).to(dtype).to(device)
-
-    shapes = (spec.q_heads, spec.k_dim), (spec.k_heads, spec.k_dim), (spec.v_heads, spec.v_dim)
-    gates = spec.v_heads * spec.gates
-    q, k, v = (normal(tokens, *shape) for shape in shapes)
-    parameters = normal(spec.v_heads, dtype=torch.float32), normal(gates, dtype=torch.float32)
-    return torch_ref.LinearInputs(q, k, v, normal(tokens, gates), normal(tokens, spec.v_heads), *parameters)
 
 
 def three_ways(spec: SSMSpec, rounds, device: str = "cuda", **config):

@@ -6,19 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from kernel_harness import ACT, BITS, jax_leaves, jax_state, random_core, to_jax, to_numpy
 
 import jax_ssm
 import torch_ref
+from benchmarks.twins import ACT, FAST_COMPILE, agreeing, differing, jax_leaves, jax_state, to_jax  # noqa: F401 - for tests
+from benchmarks.twins import agreeing_core as core_inputs
 from jax_ssm.executors import forward_core
 from jax_ssm.gates import CoreInputs as JaxCore
 from jax_ssm.spec import KernelConfig
 from torch_ref.executors import forward_core as torch_forward_core
-from torch_ref.gates import CoreInputs, canonical_sum, l2norm, pair_levels
-from torch_ref.spec import L2NORM_EPS, SSMSpec
+from torch_ref.spec import SSMSpec
 from torch_ref.state import leaves
 
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
 PALLAS = KernelConfig("pallas")
 
 
@@ -28,25 +27,6 @@ def jit(f, static=(0,)):
 
 
 prepare, forward, accept = jit(jax_ssm.prepare, (0, 3)), jit(forward_core), jit(jax_ssm.accept)
-
-
-def agreeing(shape, act: str, g: torch.Generator) -> torch.Tensor:
-    """Random rows [.., K] on whose norm the rsqrt of both frameworks agrees: the kernels recompute norms from raw rows,
-    and on a CPU the two differ in the last bit of some."""
-    rows, k = int(np.prod(shape[:-1])), shape[-1]
-    x = torch.randn(2 * rows + 64, k, generator=g).to(ACT[act])
-    total = canonical_sum(x.float() * x.float(), pair_levels(act, k)) + L2NORM_EPS
-    same = torch.rsqrt(total).numpy() == np.asarray(jax.lax.rsqrt(jnp.asarray(total.numpy())))
-    x = x[torch.from_numpy(same)]
-    assert len(x) >= rows
-    return x[:rows].reshape(shape)
-
-
-def core_inputs(spec: SSMSpec, tokens: int, g: torch.Generator) -> CoreInputs:
-    """Random core inputs with agreeing norms."""
-    core = random_core(spec, tokens, g)
-    q, k = (agreeing((tokens, heads, spec.k_dim), spec.act_dtype, g) for heads in (spec.q_heads, spec.k_heads))
-    return CoreInputs(l2norm(q) * spec.scale, l2norm(k), core.decay, core.beta, k, core.v, q)
 
 
 class Pair:
@@ -105,16 +85,6 @@ class Pair:
     def compare(self):
         other = jax_leaves(self.jax)
         return {name: differing(x, other[name]) for name, x in leaves(self.state).items()}
-
-
-def differing(a, b) -> int:
-    """How many values differ in their bits; a NaN equals any NaN."""
-    a, b = to_numpy(a), to_numpy(b)
-    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
-    same = a.view(BITS[a.dtype.itemsize]) == b.view(BITS[b.dtype.itemsize])
-    if a.dtype.kind != "i":
-        same |= np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32))
-    return int((~same).sum())
 
 
 def assert_none(wrong: dict[str, int]) -> None:
