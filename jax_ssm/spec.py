@@ -49,8 +49,9 @@ class SSMSpec:
     conv_width: kw. lower_bound: None for the softplus gate, a negative float for KDA's bounded gate.
     projection: order of replay's sums when W > 1. "inline" is the order written in torch_ref/executors/replay.py, and
     "precompute" the other one written there: the whole window is projected first, and results differ from inline in the
-    last bits. Who does what: torch_ref follows both; "xla" computes both alike, within the tolerance of inline; "pallas"
-    has inline only, `prepare` refuses precompute. When W = 1 both are the same.
+    last bits. Who does what: torch_ref follows both; "xla" computes both alike, within the tolerance of inline; kernels
+    follow inline to the bit, and compute precompute on tensor cores, within the same tolerance of inline, with K and V of at
+    least 16. When W = 1 both are the same.
     state_key: which state receipts belong to, "main" or "draft".
     """
 
@@ -144,6 +145,11 @@ class SSMSpec:
         return self.conv_width - 1 + self.width - 1
 
     @property
+    def precompute(self) -> bool:
+        """Whether windows are projected as a whole; with one token both projections are the same."""
+        return self.projection == "precompute" and self.width > 1
+
+    @property
     def scale(self) -> float:
         """Factor on the normalised query, K**-0.5."""
         return self.k_dim**-0.5
@@ -196,15 +202,21 @@ def page_bytes(spec: SSMSpec) -> int:
     return spec.layers * (ssm + conv)
 
 
-# rows of V of one program, as measured on an H200
-BLOCK_V = {"native": {"fp32": 8, "bf16": 16}, "compact": {"fp32": 8, "bf16": 16}, "replay": {"fp32": 16, "bf16": 16}}
+# rows of V of one program by mode (replay's projection precompute: its own entry) and ssm_dtype, as measured on an H200
+BLOCK_V = {
+    "native": {"fp32": 8, "bf16": 16},
+    "compact": {"fp32": 8, "bf16": 16},
+    "replay": {"fp32": 16, "bf16": 16},
+    "precompute": {"fp32": 16, "bf16": 16},
+}
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     """Static launch choice of one forward; carried by its receipt so that the commit uses the same one.
 
-    implementation: "xla", "pallas" or "triton". block_v (None: the table BLOCK_V) and num_warps change speed, never bits.
+    implementation: "xla", "pallas" or "triton". block_v (None: the table BLOCK_V) and num_warps change speed,
+    never bits, except those of projection "precompute".
     """
 
     implementation: str = "xla"
@@ -218,7 +230,8 @@ class KernelConfig:
 
     def launch(self, spec: SSMSpec) -> dict[str, int]:
         """Launch arguments of the kernels that run a window."""
-        return {"block_v": self.block_v or BLOCK_V[spec.mode][spec.ssm_dtype], "num_warps": self.num_warps}
+        kind = "precompute" if spec.precompute else spec.mode
+        return {"block_v": self.block_v or BLOCK_V[kind][spec.ssm_dtype], "num_warps": self.num_warps}
 
 
 KINDS = ("gdn", "kda", "full")

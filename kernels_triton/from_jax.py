@@ -18,7 +18,7 @@ import torch
 
 from kernels_triton import commit as _commit
 from kernels_triton import conv as _conv
-from kernels_triton import decode, gates, history, materialize, project
+from kernels_triton import decode, gates, history, materialize, precompute, project
 from kernels_triton import windows as _windows
 from kernels_triton.launch import recorder
 
@@ -184,4 +184,14 @@ def coefficients(index, cursor, tokens, pools, **static):
 
 def outputs(index, cursor, v, window, state, pools, **static):
     (o,), pools = _run(project.outputs, pools, index, cursor, v, tuple(window), state, pools, **static)
+    return o, pools
+
+
+def precompute_coefficients(index, cursor, tokens, pools, **static):
+    window, pools = _run(precompute.coefficients, pools, index, cursor, tokens, pools, **static)
+    return *window, pools
+
+
+def precompute_outputs(index, cursor, v, window, state, pools, **static):
+    (o,), pools = _run(precompute.outputs, pools, index, cursor, v, tuple(window), state, pools, **static)
     return o, pools

@@ -433,14 +433,6 @@ def test_inputs_of_a_wrong_shape_or_dtype():
     refused(state, lambda: prompt(jnp.zeros(1)), "bias.shape=(1,)", "(96,)")
 
 
-def test_precompute_is_refused_by_an_implementation_without_it():
-    """Not computed inline in silence; a window of one token is the same either way."""
-    spec = spec_of("replay", projection="precompute")
-    state, config = random_state(spec), ssm.KernelConfig("pallas")
-    with pytest.raises(NotImplementedError, match="precompute.*pallas"):
-        jax.eval_shape(lambda s: ssm.prepare(spec, s, layout(spec), config), state)
-
-
 @pytest.mark.parametrize(
     "fields",
     [dict(layers=True), dict(width=True), dict(state_key=""), dict(state_key=3), dict(rule="kda", lower_bound=-np.inf)],

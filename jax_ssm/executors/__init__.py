@@ -49,8 +49,6 @@ def prepare(
     """
     check_config(config)
     check_state(spec, state)
-    if config.implementation != "xla" and spec.projection == "precompute" and spec.width > 1:
-        raise NotImplementedError(f"projection='precompute' with {config.implementation!r} is not implemented: use 'inline'")
     state = MODES[spec.mode].prepare(spec, state, layout, config)
     offset = state.accepted[read_index(spec, layout.slots)]
     return state, SSMForward(layout, offset, spec.mode, config, spec.state_key, spec)

@@ -134,11 +134,14 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
     else:
         tokens = (x.q_raw, x.k, x.decay, x.beta) if spec.rule == "gdn" else (x.q, x.k_hat, x.decay, x.beta, x.k)
     index = (jnp.asarray(row, jnp.int32).reshape(1), layout.slots, layout.verify_len, layout.cu)
-    *coefficients, (k, decay, beta) = module.coefficients(
+    coefficients, outputs = module.coefficients, module.outputs
+    if spec.precompute:
+        coefficients, outputs = module.precompute_coefficients, module.precompute_outputs
+    *window, (k, decay, beta) = coefficients(
         index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale
     )
-    o, (v, d) = module.outputs(
-        index, h.forward_cursor, x.v, coefficients, state.ssm, (h.v, h.d),
+    o, (v, d) = outputs(
+        index, h.forward_cursor, x.v, window, state.ssm, (h.v, h.d),
         gdn=spec.rule == "gdn", **config.launch(spec),
     )  # fmt: skip
     return state.replace(extra=h.replace(k=k, v=v, d=d, decay=decay, beta=beta)), o

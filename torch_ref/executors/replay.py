@@ -111,18 +111,18 @@ def forward(
 
 
 def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row: int, x: CoreInputs | LinearInputs) -> Tensor:
-    from kernels_triton import project
+    from kernels_triton import precompute, project
 
-    layout, h = receipt.layout, state.extra
+    layout, h, module = receipt.layout, state.extra, precompute if spec.precompute else project
     if isinstance(x, LinearInputs):
         tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
     else:
         tokens = (x.q_raw, x.k, x.decay, x.beta) if spec.rule == "gdn" else (x.q, x.k_hat, x.decay, x.beta, x.k)
     tokens, v = tuple(y.contiguous() for y in tokens), x.v.contiguous()
     index = (row, layout.slots, layout.verify_len, layout.cu)
-    window = project.coefficients(index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale)
+    window = module.coefficients(index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale)
     launch = receipt.config.launch(spec)
-    return project.outputs(index, h.forward_cursor, v, window, state.ssm, (h.v, h.d), gdn=spec.rule == "gdn", **launch)
+    return module.outputs(index, h.forward_cursor, v, window, state.ssm, (h.v, h.d), gdn=spec.rule == "gdn", **launch)
 
 
 def load_history(spec: SSMSpec, state: ConvSSMState, row: int, slots: Tensor, n: Tensor, phase: Tensor) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def window(spec: SSMSpec, s0: Tensor, history: dict[str, Tensor], w: CoreInputs)
     s0 [R, HV, V, K] fp32 checkpoint; w as from `native.window_inputs`. Steps 1 to 7 of the module docstring.
     """
     heads, length, width = spec.v_heads, spec.history, spec.width
-    gdn, whole = spec.rule == "gdn", spec.projection == "precompute" and width > 1
+    gdn, whole = spec.rule == "gdn", spec.precompute
     levels_s, levels_k = pair_levels(spec.ssm_dtype, spec.k_dim), pair_levels(spec.act_dtype, spec.k_dim)
 
     # keys j of records, then of window tokens, as they stand at the current token: GDN raw keys, their inverse norms

@@ -1,0 +1,348 @@
+"""Replay's forward of one layer, projection "precompute": the whole verify window meets the checkpoint in dot products.
+
+The steps are those of torch_ref/executors/replay.py, with two launches as in project.py. Sums over K and over records run
+on tensor cores: exact bf16 products, fp32 accumulation. An fp32 operand is cut into three bf16 parts, which is exact, and
+the products that matter at fp32 precision are summed from the smallest. Windows are solved elementwise. Outputs and d are
+bounded against "inline", not equal to it; their bits may depend on block_v and num_warps, on nothing else.
+
+Columns of a window: column 2t belongs to k_t, column 2t+1 to q_t; N of them, at least 8, those beyond 2W are zero.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas._compat import call, load, program_id, store, when
+from kernels_pallas.decode import request_tokens, zero_rows
+from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
+from kernels_pallas.project import STEP, iota, live_half, scalar
+from kernels_pallas.recurrence import pair_levels, row_sums
+
+PARTS = 3
+DOT = 16  # the smallest side of a dot, but for its columns
+COLUMNS = 8  # columns of a dot: tokens 4g..4g+3
+
+
+# --------------------------------------------------------------------------------------------------- split dot products
+
+
+def split(x):
+    """x as bf16 parts, most significant first, whose sum is x: fp32 is cut after 8, 16 and 24 bits of its significand."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    out = []
+    for _ in range(PARTS):
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        out.append(lax.bitcast_convert_type((bits >> 16).astype(jnp.int16), jnp.bfloat16))
+        x = x - lax.bitcast_convert_type(bits & -65536, jnp.float32)
+    return out
+
+
+def dot(a, b, acc):
+    """acc + a b^T for lists of bf16 parts a [M, K], b [N, K]; products below fp32 precision are left out."""
+    for s in reversed(range(PARTS)):
+        for i in range(len(a)):
+            if 0 <= s - i < len(b):
+                acc = acc + lax.dot_general(a[i], b[s - i], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return acc
+
+
+def spread_lanes(x):
+    """x [M, n] with its columns in another order, that of the operand of a dot when four lanes hold a row in turns.
+
+    The sum of a dot does not mind the order of its terms as long as both operands have the same. A lane that loads 8 (n a
+    multiple of 32) or 4 neighbours needs 2 neighbours, and 2 more 8 columns further; so no value changes lanes.
+    """
+    m, n = x.shape
+    lane = 8 if n % 32 == 0 else 4
+    return x.reshape(m, n // (4 * lane), 4, lane // 2, 2).transpose(0, 1, 3, 2, 4).reshape(m, n)
+
+
+# ------------------------------------------------------------------------------------------------------- pre-kernels
+
+
+def _rows(ref, rows, lead, last, mask, k: int):
+    """[len(rows), K] of ref[*lead, rows, last, 0:k] (`last` a tuple); zero where `mask` [rows, 1] is false."""
+    return load(ref.at[(*lead, rows, *last, iota(k, 1))], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _norms(x, levels: int, interpret: bool):
+    x = x.astype(jnp.float32)
+    return lax.rsqrt(row_sums(x * x, levels, interpret) + L2NORM_EPS)
+
+
+def _pick(x, where):
+    """The one value of x where `where`; the others may be NaN."""
+    return jnp.sum(jnp.sum(jnp.where(where, x, 0.0), axis=1), axis=0)
+
+
+def _gdn_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, *refs,
+    heads: int, width: int, scale: float, interpret: bool
+):  # fmt: skip
+    """Steps 1 and 2 of GDN for one request and key head, and the records k, decay, beta."""
+    *gates, _, _, _, x_ref, coef_ref, window_ref, scalar_ref, k_out, decay_out, beta_out = refs
+    head, r, layer = program_id(0), program_id(1), layer_ref[0]
+    (_, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_out.shape[2]
+    length, group, n_cols, m = k_out.shape[3] // 2, v_heads // heads, x_ref.shape[3], coef_ref.shape[3]
+    levels, one, zero = pair_levels(k_ref.dtype, k_dim), jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_out.shape[1] - 1)
+    first = cu_ref[r]
+
+    @when(tokens > 0)
+    def _():
+        n, base = live_half(cursor_ref, slot, length)
+        q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
+        j, i, col = iota(m, 0), iota(n_cols, 0), iota(n_cols, 1)
+        t, is_q = lax.div(i, 2), lax.rem(i, 2) == 1
+        # rows of k: live records, then the window; columns: the window
+        fresh = (j >= n) & (j < n + tokens)
+        old = _rows(k_out, base + j, (layer, slot, key_head), (), j < n, k_dim)
+        new = _rows(k_ref, first + j - n, (), (key_head,), fresh, k_dim)
+        x_k = _rows(k_ref, first + t, (), (key_head,), (t < tokens) & ~is_q, k_dim)
+        x_q = _rows(q_ref, first + t, (), (q_head,), (t < tokens) & is_q, k_dim)
+        # gates of all value heads of this key head, one lane for each head and column
+        members, token = iota(power_of_two(group), 0), lax.div(col, 2)
+        v_head, real = head * group + members, (members < group) & (token < tokens)
+        row = first + token + jnp.zeros_like(members)
+        own = v_head + jnp.zeros_like(token)
+        if len(gates) == 4:
+
+            def get(ref, *at):
+                return load(ref.at[at], mask=real, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
+
+            a, b, A_log, dt_bias = gates
+            a = jnp.where(real, decay(get(a, row, own), get(A_log, own), get(dt_bias, own), None), 1.0)
+            beta = jnp.where(real, sigmoid(get(b, row, own)), 0.0)
+        else:
+            a = load(gates[0].at[row, own, jnp.zeros_like(own)], mask=real, other=one)
+            beta = load(gates[1].at[row, own], mask=real, other=zero)
+        keys, x = jnp.where(j < n, old, new), jnp.where(is_q, x_q, x_k)
+        x_norm = _norms(x, levels, interpret)
+        column, lane_j = jnp.arange(n_cols, dtype=jnp.int32), jnp.arange(m, dtype=jnp.int32)
+        at_q = lax.rem(column, 2) == 1
+        x_norm = jnp.where(at_q, x_norm * scale, x_norm)
+        x_parts = split(x)
+        gram = dot(split(keys), x_parts, jnp.zeros((m, n_cols), jnp.float32))
+        gram = (gram * _norms(keys, levels, interpret)[:, None]) * x_norm[None, :]
+
+        for g in range(group):
+            v = head * group + g
+            passed, passed_0 = jnp.ones((m,), jnp.float32), one
+            for u in range(length):
+                alpha = load(decay_out.at[layer, slot, v, base + u, scalar(0)], mask=u < n, other=one)
+                passed_0 = passed_0 * alpha
+                passed = jnp.where(lane_j < u, passed * alpha, passed)
+            product = passed[:, None] + jnp.zeros((m, n_cols), jnp.float32)  # P(j->t)
+            factor = passed_0 + jnp.zeros((n_cols,), jnp.float32)  # P(0->t)
+            for u in range(width):
+                alpha = _pick(a, (members == g) & (col == 2 * u))
+                product = jnp.where((token >= u) & (j < n + u), product * alpha, product)
+                factor = jnp.where(column >= 2 * u, factor * alpha, factor)
+            c = gram * product
+            # window token i acts on q_t from t = i and on k_t from t = i + 1, that is on the columns beyond 2i
+            later = (col > 2 * (j - n)) & (col < 2 * tokens)
+            store(window_ref.at[r, v, jnp.where(fresh, j - n, width), col], jnp.where(later, c, 0.0), mask=fresh)
+            store(coef_ref.at[r, v, col, j], jnp.where(j < n, c, 0.0))
+            store(scalar_ref.at[r, v, scalar(0), column], factor * x_norm)
+        store(scalar_ref.at[r, own, jnp.ones_like(own), col + jnp.zeros_like(own)], beta, mask=members < group)
+        for p, part in enumerate(x_parts):
+            store(x_ref.at[r, head, scalar(p), i, iota(k_dim, 1)], part)
+        record = base + n + token + jnp.zeros_like(own)
+        store(decay_out.at[layer, slot, own, record, jnp.zeros_like(own)], a, mask=real)
+        store(beta_out.at[layer, slot, own, record], beta, mask=real)
+
+        @when(lax.rem(head, heads // key_heads) == 0)
+        def _():
+            store(k_out.at[layer, slot, key_head, base + j, iota(k_dim, 1)], new, mask=fresh)
+
+
+def _kda_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, raw_ref,
+    _k, _decay, _beta, x_ref, coef_ref, window_ref, scalar_ref, k_out, decay_out, beta_out,
+    *, width: int, interpret: bool
+):  # fmt: skip
+    """Steps 1 and 2 of KDA for one request and head, and the records k, decay, beta."""
+    head, r, layer = program_id(0), program_id(1), layer_ref[0]
+    k_dim, length, n_cols, m = q_ref.shape[2], k_out.shape[3] // 2, x_ref.shape[3], coef_ref.shape[3]
+    levels, one, zero = pair_levels(raw_ref.dtype, k_dim), jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_out.shape[1] - 1)
+    first = cu_ref[r]
+
+    @when(tokens > 0)
+    def _():
+        n, base = live_half(cursor_ref, slot, length)
+        j, i, column, channel = iota(m, 0), iota(n_cols, 0), jnp.arange(n_cols, dtype=jnp.int32), iota(k_dim, 1)
+        t, is_q = lax.div(i, 2), lax.rem(i, 2) == 1
+        keys = _rows(k_out, base + j, (layer, slot, head), (), j < n, k_dim)
+        x_k = _rows(k_ref, first + t, (), (head,), (t < tokens) & ~is_q, k_dim)
+        x_q = _rows(q_ref, first + t, (), (head,), (t < tokens) & is_q, k_dim)
+        x = jnp.where(is_q, x_q, x_k)
+
+        # records: keys decayed to the start of the window, and the decay since the checkpoint
+        keys = jnp.where(j < n, keys.astype(jnp.float32) * _norms(keys, levels, interpret)[:, None], 0.0)
+
+        def body(step, carry):
+            keys, passed_0 = carry
+            for u in range(STEP):
+                u = step * STEP + u
+                alpha = load(decay_out.at[layer, slot, head, base + jnp.minimum(u, n - 1), channel])
+                passed_0 = jnp.where(u < n, passed_0 * alpha, passed_0)
+                keys = jnp.where((j < u) & (u < n), keys * alpha, keys)
+            return keys, passed_0
+
+        steps = lax.div(n + (STEP - 1), STEP)
+        keys, passed_0 = lax.fori_loop(0, steps, body, (keys, jnp.ones((1, k_dim), jnp.float32)))
+
+        # window, from its last token back: `passed` holds P(u->t) in the rows of the tokens t
+        passed = jnp.ones((n_cols, k_dim), jnp.float32)
+        for u in reversed(range(width)):
+            live = u < tokens
+            k_u = load(k_ref.at[first + u, head, channel], mask=live, other=zero)
+            alpha = load(decay_ref.at[first + u, head, channel], mask=live, other=one)
+            c = row_sums((x * passed) * k_u, 2, interpret)
+            reached = (column > 2 * u) & (column < 2 * tokens)
+            store(window_ref.at[r, head, scalar(u), column], jnp.where(reached, c, 0.0))
+            passed = jnp.where(t >= u, passed * alpha, passed)
+        x = x * passed
+        c = dot(split(keys), split(x), jnp.zeros((m, n_cols), jnp.float32))
+        store(coef_ref.at[r, head, iota(n_cols, 1), j], c)
+        for p, part in enumerate(split(x * passed_0)):
+            store(x_ref.at[r, head, scalar(p), i, channel], part)
+
+        t, token = iota(power_of_two(width), 0), jnp.arange(power_of_two(width), dtype=jnp.int32)
+        beta = load(beta_ref.at[first + token, head], mask=token < tokens, other=zero)
+        store(scalar_ref.at[r, head, scalar(1), 2 * token], beta)
+        store(beta_out.at[layer, slot, head, base + n + token], beta, mask=token < tokens)
+        for ref, out in ((decay_ref, decay_out), (raw_ref, k_out)):
+            x = _rows(ref, first + t, (), (head,), t < tokens, k_dim)
+            store(out.at[layer, slot, head, base + n + t, channel], x, mask=t < tokens)
+
+
+def columns(width: int) -> int:
+    """N: columns of a window."""
+    return max(COLUMNS, 2 * power_of_two(width))
+
+
+def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int | None = None):
+    """Everything about a window that does not involve the state, and its records k, decay, beta.
+
+    Arguments as for `project.coefficients`. Returns x [R, heads, P, N, K] bf16 parts of the columns (GDN: raw rows, P = 1 or
+    3 by their dtype; KDA: P(0->t) x, P = 3), c [R, HV, N, max(L, 16)] fp32, the coefficients of live records, the others
+    zero, w [R, HV, W, N] fp32, the coefficients of window tokens, zero in the columns that they do not reach, scalars
+    [R, HV, 2, N] fp32 (GDN: factor of a column, P(0->t) times norm and scale; then beta_t in column 2t), and the pools. Rows
+    of requests that are not live, and w beyond T_r, may be left unwritten. heads is H when H = KH, else HV.
+    """
+    q, k = tokens[:2]
+    requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
+    gdn, n = gates == 1, columns(width)
+    heads = q.shape[1] if q.shape[1] == k.shape[1] else v_heads
+    parts = 1 if gdn and k.dtype == jnp.bfloat16 else PARTS
+    scratch = [
+        jax.ShapeDtypeStruct((requests, heads, parts, n, k_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((requests, v_heads, n, max(DOT, double // 2)), jnp.float32),
+        jax.ShapeDtypeStruct((requests, v_heads, width, n), jnp.float32),
+        jax.ShapeDtypeStruct((requests, v_heads, 2, n), jnp.float32),
+    ]
+    *window, k, decays, beta = call(
+        _gdn_kernel if gdn else _kda_kernel,
+        (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
+        grid=(heads, requests),
+        name=f"replay_precompute_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
+        num_warps=num_warps or (1 if gdn else 4),
+        aliases={len(index) + 1 + len(tokens) + i: len(scratch) + i for i in range(3)},
+        width=width,
+        **({"heads": heads, "scale": scale} if gdn else {}),
+    )(*index, cursor, *tokens, *pools)
+    return *window, [k, decays, beta]
+
+
+# ------------------------------------------------------------------------------------------------------- main kernel
+
+
+def _column(x, c: int):
+    """Column c of x [M, N] as [M]; the others may be NaN."""
+    return jnp.sum(jnp.where(iota(x.shape[1], 1) == c, x, 0.0), axis=1)
+
+
+def _outputs_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, v_ref, x_ref, coef_ref, window_ref, scalar_ref, state_ref, v_pool,
+    d_pool, o_ref, v_out, d_out, *, gdn: bool, block_v: int, interpret: bool,
+):  # fmt: skip
+    """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
+    block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
+    (_, x_heads, parts, n_cols, k_dim), width = x_ref.shape, window_ref.shape[2]
+    v_heads, m = v_ref.shape[1], coef_ref.shape[3]
+    piece = min(k_dim, DOT if state_ref.dtype == jnp.float32 else 2 * DOT)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
+    first = cu_ref[r]
+    rows, lane = block * block_v + iota(block_v, 0), block * block_v + jnp.arange(block_v, dtype=jnp.int32)
+    zero, groups = jnp.zeros((), jnp.float32), range(n_cols // COLUMNS)
+
+    @when(tokens > 0)
+    def _():
+        # every load before the first use; the state first: it is nearly all of the traffic, and depends only on the slot
+        n, base = live_half(cursor_ref, slot, d_pool.shape[3] // 2)
+        x_head, i, cols = lax.div(head, v_heads // x_heads), iota(COLUMNS, 0), jnp.arange(COLUMNS, dtype=jnp.int32)
+        pieces = [p * piece + iota(piece, 1) for p in range(k_dim // piece)]
+        records = [p * DOT + iota(DOT, 1) for p in range(m // DOT)]
+        state = [load(state_ref.at[layer, slot, head, rows, p]) for p in pieces]
+        x = [[[load(x_ref.at[r, x_head, scalar(a), g * COLUMNS + i, p]) for a in range(parts)] for p in pieces] for g in groups]
+        factor = [load(scalar_ref.at[r, head, scalar(0), g * COLUMNS + cols]) for g in groups]
+        coef = [[load(coef_ref.at[r, head, g * COLUMNS + i, j]) for j in records] for g in groups]
+        d_old = [load(d_pool.at[layer, slot, head, base + j, rows], mask=j < n, other=zero) for j in records]
+        v = [load(v_ref.at[first + t, head, lane], mask=t < tokens, other=jnp.zeros((), v_ref.dtype)) for t in range(width)]
+        beta = [load(scalar_ref.at[r, head, scalar(1), scalar(2 * t)]) for t in range(width)]
+
+        h = []
+        for g in groups:
+            acc = jnp.zeros((block_v, COLUMNS), jnp.float32)
+            for s, x_parts in zip(state, x[g], strict=True):
+                acc = dot(split(spread_lanes(s)), [spread_lanes(y) for y in x_parts], acc)
+            if gdn:
+                acc = acc * factor[g][None, :]
+            for d, c in zip(d_old, coef[g], strict=True):
+                acc = dot(split(spread_lanes(d)), split(spread_lanes(c)), acc)
+            h.append(acc)
+
+        for t in range(width):
+            own, column = divmod(2 * t, COLUMNS)
+            d = (v[t].astype(jnp.float32) - _column(h[own], column)) * beta[t]
+            for g in groups[own:]:
+                c = load(window_ref.at[r, head, scalar(t), g * COLUMNS + cols])
+                more = h[g] + d[:, None] * c[None, :]
+                h[g] = jnp.where(g * COLUMNS + iota(COLUMNS, 1) > 2 * t, more, h[g])
+            o, at, real = _column(h[own], column + 1), (layer, slot, head, base + n + t, lane), t < tokens
+            store(o_ref.at[first + t, head, lane], o.astype(o_ref.dtype), mask=real)
+            store(d_out.at[at], d, mask=real)
+            store(v_out.at[at], v[t], mask=real)
+
+    zero_rows(o_ref, cu_ref, head, r, lane)
+
+
+def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):
+    """Outputs of one layer and its records v, d: arguments and results as for `project.outputs`, window from `coefficients`.
+
+    Raises ValueError unless block_v is at least 16.
+    """
+    requests, (_, v_heads, v_dim) = index[1].shape[0], v.shape
+    block_v = min(block_v, v_dim)
+    check_block(block_v)
+    o, *pools = call(
+        _outputs_kernel,
+        (jax.ShapeDtypeStruct(v.shape, v.dtype), *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
+        grid=(v_dim // block_v, v_heads, requests),
+        name=f"replay_precompute_outputs_{'gdn' if gdn else 'kda'}_w{window[2].shape[2]}",
+        num_warps=num_warps,
+        aliases={11: 1, 12: 2},
+        gdn=gdn,
+        block_v=block_v,
+    )(*index, cursor, v, *window, state, *pools)
+    return o, pools
+
+
+def check_block(block_v: int) -> None:
+    if block_v < DOT:
+        raise ValueError(f"block_v={block_v} is not allowed: projection 'precompute' needs at least {DOT}")

@@ -1,0 +1,388 @@
+"""Replay's forward of one layer, projection "precompute": the whole verify window meets the checkpoint in dot products.
+
+The steps are those of torch_ref/executors/replay.py, with two launches as in project.py. Sums over K and over records run
+on tensor cores: exact bf16 products, fp32 accumulation. An fp32 operand is cut into three bf16 parts, which is exact, and
+the products that matter at fp32 precision are summed from the smallest. Windows are solved elementwise. Outputs and d are
+bounded against "inline", not equal to it; their bits may depend on block_v and num_warps, on nothing else.
+
+Columns of a window: column 2t belongs to k_t, column 2t+1 to q_t; N of them, at least 8, those beyond 2W are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels_triton.decode import request_tokens, zero_rows
+from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
+from kernels_triton.launch import launch, layer_row
+from kernels_triton.materialize import tile_of
+from kernels_triton.project import STEP, live_half
+from kernels_triton.recurrence import pair_levels, row_sums
+
+PARTS = tl.constexpr(3)
+DOT = tl.constexpr(16)  # the smallest side of a dot, but for its columns
+COLUMNS = tl.constexpr(8)  # columns of a dot: tokens 4g..4g+3
+
+
+# --------------------------------------------------------------------------------------------------- split dot products
+
+
+@triton.jit
+def split(x):
+    """x as bf16 parts, most significant first, whose sum is x: fp32 is cut after 8, 16 and 24 bits of its significand."""
+    out = ()
+    if x.dtype == tl.bfloat16:
+        out = (x,)
+    else:
+        for i in tl.static_range(PARTS):
+            bits = x.to(tl.int32, bitcast=True)
+            out = out + ((bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
+            if i < PARTS - 1:
+                x = x - (bits & -65536).to(tl.float32, bitcast=True)
+    return out
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b for tuples of bf16 parts a [M, K], b [K, N]; products below fp32 precision are left out."""
+    for s in tl.static_range(PARTS):
+        for i in tl.static_range(len(a)):
+            if (i <= PARTS - 1 - s) and (PARTS - 1 - s - i < len(b)):
+                acc = tl.dot(a[i], b[PARTS - 1 - s - i], acc)
+    return acc
+
+
+@triton.jit
+def transpose(parts):
+    out = ()
+    for i in tl.static_range(len(parts)):
+        out = out + (tl.trans(parts[i]),)
+    return out
+
+
+@triton.jit
+def load_tiles(at, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """COUNT tiles, the first at `at`, each WIDTH columns further."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (tl.load(at + i * WIDTH),)
+    return out
+
+
+@triton.jit
+def spread_lanes(x):
+    """x [M, n] with its columns in another order, that of the operand of a dot when four lanes hold a row in turns.
+
+    The sum of a dot does not mind the order of its terms as long as both operands have the same. A lane that loads 8 (n a
+    multiple of 32) or 4 neighbours needs 2 neighbours, and 2 more 8 columns further; so no value changes lanes.
+    """
+    LANE: tl.constexpr = 8 if x.shape[1] % 32 == 0 else 4
+    REST: tl.constexpr = x.shape[1] // (4 * LANE)
+    x = tl.permute(tl.reshape(x, [x.shape[0], REST, 4, LANE // 2, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(x, [x.shape[0], REST * 4 * LANE])
+
+
+@triton.jit
+def store_parts(at, parts, stride):
+    for i in tl.static_range(len(parts)):
+        tl.store(at + i * stride, parts[i])
+
+
+# ------------------------------------------------------------------------------------------------------- pre-kernels
+
+
+@triton.jit
+def _rows(ptr, rows, stride, mask, K: tl.constexpr):
+    """[len(rows), K] from ptr + rows * stride; zero where `mask` is false."""
+    return tl.load(ptr + rows[:, None] * stride + tl.arange(0, K)[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def _norms(x, LEVELS: tl.constexpr):
+    x = x.to(tl.float32)
+    return tl.rsqrt(row_sums(x * x, LEVELS) + L2NORM_EPS)
+
+
+@triton.jit
+def _pick(x, where):
+    """The one value of x where `where`; the others may be NaN."""
+    return tl.sum(tl.sum(tl.where(where, x, 0.0), axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _gdn_kernel(
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, k_pool, decay_pool, beta_pool,
+    layer, x_ptr, coef_ptr, window_ptr, scalar_ptr, S, W: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, M: tl.constexpr,
+    MEMBERS: tl.constexpr, LEVELS: tl.constexpr, X: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 of GDN for one request and key head, and the records k, decay, beta."""
+    head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    GROUP: tl.constexpr = HV // HEADS
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    first = tl.load(cu_ptr + r).to(tl.int64)
+    if tokens > 0:
+        n, base = live_half(cursor_ptr, slot, L)
+        row, key_head = layer_row(layer) * S + slot, head // (HEADS // KH)
+        key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
+        j, i = tl.arange(0, M), tl.arange(0, N)
+        t, is_q = i // 2, i % 2 == 1
+        # rows of k: live records, then the window; columns: the window
+        old = _rows(key_at, j, K, j < n, K)
+        new_k = k_ptr + (first * KH + key_head) * K
+        new = _rows(new_k, j - n, KH * K, (j >= n) & (j < n + tokens), K)
+        x_k = _rows(new_k, t, KH * K, (t < tokens) & (i % 2 == 0), K)
+        x_q = _rows(q_ptr + (first * H + head // (HEADS // H)) * K, t, H * K, (t < tokens) & is_q, K)
+        # gates of all value heads of this key head, one lane for each head and column
+        members = tl.arange(0, MEMBERS)[:, None]
+        v_head, real = head * GROUP + members, (members < GROUP) & (t < tokens)[None, :]
+        at = (first + t)[None, :] * HV + v_head
+        if RAW:
+            a, b = tl.load(a_ptr + at, mask=real, other=0.0), tl.load(b_ptr + at, mask=real, other=0.0)
+            A_log = tl.load(A_ptr + v_head + t[None, :] * 0, mask=real, other=0.0).to(tl.float32)
+            dt_bias = tl.load(dt_ptr + v_head + t[None, :] * 0, mask=real, other=0.0).to(tl.float32)
+            a = tl.where(real, decay(a.to(tl.float32), A_log, dt_bias, None), 1.0)
+            beta = tl.where(real, sigmoid(b.to(tl.float32)), 0.0)
+        else:
+            a, beta = tl.load(a_ptr + at, mask=real, other=1.0), tl.load(b_ptr + at, mask=real, other=0.0)
+        keys, x = tl.where((j < n)[:, None], old, new), tl.where(is_q[:, None], x_q, x_k)
+        x_norm = _norms(x, LEVELS)
+        x_norm = tl.where(is_q, x_norm * SCALE, x_norm)
+        x_parts = split(x)
+        gram = dot(split(keys), transpose(x_parts), tl.zeros([M, N], tl.float32))
+        gram = (gram * _norms(keys, LEVELS)[:, None]) * x_norm[None, :]
+
+        col = i[None, :]
+        for m in tl.static_range(GROUP):
+            own, decay_at = (r * HV + head * GROUP + m), decay_pool + (row * HV + head * GROUP + m) * (2 * L) + base
+            passed, passed_0 = tl.full([M], 1.0, tl.float32), 1.0
+            for u in tl.static_range(L):
+                alpha = tl.load(decay_at + u, mask=u < n, other=1.0)
+                passed_0 *= alpha
+                passed = tl.where(j < u, passed * alpha, passed)
+            product = passed[:, None] + tl.zeros([M, N], tl.float32)  # P(j->t)
+            factor = passed_0 + tl.zeros([N], tl.float32)  # P(0->t)
+            for u in tl.static_range(W):
+                alpha = _pick(a, (members == m) & (col == 2 * u))
+                product = tl.where((t >= u)[None, :] & (j < n + u)[:, None], product * alpha, product)
+                factor = tl.where(t >= u, factor * alpha, factor)
+            c = gram * product
+            # window token i acts on q_t from t = i and on k_t from t = i + 1, that is on the columns beyond 2i
+            later = (col > 2 * (j - n)[:, None]) & (col < 2 * tokens)
+            inside = (j >= n) & (j < n + tokens)
+            window_at = window_ptr + own * (W * N) + (j - n)[:, None] * N + col
+            tl.store(window_at, tl.where(later, c, 0.0), mask=inside[:, None])
+            tl.store(coef_ptr + own * (N * M) + col * M + j[:, None], tl.where((j < n)[:, None], c, 0.0))
+            tl.store(scalar_ptr + own * (2 * N) + i, factor * x_norm)
+        tl.store(scalar_ptr + (r * HV + v_head) * (2 * N) + N + col, beta, mask=members < GROUP)
+        x_at = x_ptr + (r * HEADS + head) * (X * N * K) + i[:, None] * K + tl.arange(0, K)[None, :]
+        store_parts(x_at, x_parts, N * K)
+        record = (row * HV + v_head) * (2 * L) + base + n + t[None, :]
+        tl.store(decay_pool + record, a, mask=real)
+        tl.store(beta_pool + record, beta, mask=real)
+        if head % (HEADS // KH) == 0:
+            new_key_at = key_at + j[:, None] * K + tl.arange(0, K)[None, :]
+            tl.store(new_key_at, new, mask=((j >= n) & (j < n + tokens))[:, None])
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _kda_kernel(
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
+    layer, x_ptr, coef_ptr, window_ptr, scalar_ptr, S, W: tl.constexpr, W2: tl.constexpr, N: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Steps 1 and 2 of KDA for one request and head, and the records k, decay, beta."""
+    head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    first = tl.load(cu_ptr + r).to(tl.int64)
+    if tokens > 0:
+        n, base = live_half(cursor_ptr, slot, L)
+        record, token, own = ((layer_row(layer) * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
+        j, i, channel = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)[None, :]
+        t, is_q = i // 2, i % 2 == 1
+        keys = _rows(k_pool + record * K, j, K, j < n, K)
+        x_k = _rows(k_ptr + token * K, t, HV * K, (t < tokens) & (i % 2 == 0), K)
+        x_q = _rows(q_ptr + token * K, t, HV * K, (t < tokens) & is_q, K)
+        x = tl.where(is_q[:, None], x_q, x_k)
+
+        # records: keys decayed to the start of the window, and the decay since the checkpoint
+        keys = tl.where((j < n)[:, None], keys.to(tl.float32) * _norms(keys, LEVELS)[:, None], 0.0)
+        passed_0 = tl.full([1, K], 1.0, tl.float32)
+        for start in range(0, n, STEP):
+            for step in tl.static_range(STEP):
+                u = start + step
+                alpha = tl.load(decay_pool + (record + tl.minimum(u, n - 1)) * K + channel)
+                passed_0 = tl.where(u < n, passed_0 * alpha, passed_0)
+                keys = tl.where((j < u)[:, None] & (u < n), keys * alpha, keys)
+
+        # window, from its last token back: `passed` holds P(u->t) in the rows of the tokens t
+        passed = tl.full([N, K], 1.0, tl.float32)
+        for back in tl.static_range(W):
+            u = W - 1 - back
+            live = u < tokens
+            k_u = tl.load(k_ptr + (token + u * HV) * K + channel, mask=live, other=0.0)
+            alpha = tl.load(decay_ptr + (token + u * HV) * K + channel, mask=live, other=1.0)
+            c = row_sums((x * passed) * k_u, 2)
+            tl.store(window_ptr + (own * W + u) * N + i, tl.where((i > 2 * u) & (t < tokens), c, 0.0))
+            passed = tl.where((t >= u)[:, None], passed * alpha, passed)
+        x = x * passed
+        c = dot(split(keys), transpose(split(x)), tl.zeros([M, N], tl.float32))
+        tl.store(coef_ptr + own * (N * M) + i[None, :] * M + j[:, None], c)
+        store_parts(x_ptr + own * (PARTS * N * K) + i[:, None] * K + channel, split(x * passed_0), N * K)
+
+        t = tl.arange(0, W2)
+        real = t < tokens
+        beta = tl.load(beta_ptr + token + t * HV, mask=real, other=0.0)
+        tl.store(scalar_ptr + own * (2 * N) + N + 2 * t, beta)
+        tl.store(beta_pool + record + n + t, beta, mask=real)
+        at, mask = (record + n + t)[:, None] * K + channel, real[:, None]
+        tl.store(decay_pool + at, _rows(decay_ptr + token * K, t, HV * K, real, K), mask=mask)
+        tl.store(k_pool + at, _rows(raw_ptr + token * K, t, HV * K, real, K), mask=mask)
+
+
+def columns(width: int) -> int:
+    """N: columns of a window."""
+    return max(COLUMNS.value, 2 * triton.next_power_of_2(width))
+
+
+def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int | None = None):
+    """Everything about a window that does not involve the state, and its records k, decay, beta.
+
+    Arguments as for `project.coefficients`. Returns x [R, heads, P, N, K] bf16 parts of the columns (GDN: raw rows, P = 1 or
+    3 by their dtype; KDA: P(0->t) x, P = 3), c [R, HV, N, max(L, 16)] fp32, the coefficients of live records, the others
+    zero, w [R, HV, W, N] fp32, the coefficients of window tokens, zero in the columns that they do not reach, and scalars
+    [R, HV, 2, N] fp32 (GDN: factor of a column, P(0->t) times norm and scale; then beta_t in column 2t). Rows of requests
+    that are not live, and w beyond T_r, may be left unwritten. heads is H when H = KH, else HV.
+    """
+    (q, k, *rest), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
+    requests, (s, v_heads, double, channels), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
+    gdn, length, key_heads = channels == 1, double // 2, k.shape[1]
+    n, m, levels = columns(width), max(DOT.value, length), pair_levels(k_pool.dtype, k_dim)
+    heads = q.shape[1] if q.shape[1] == key_heads else v_heads
+    parts = 1 if gdn and k.dtype == torch.bfloat16 else PARTS.value
+    x = torch.empty((requests, heads, parts, n, k_dim), dtype=torch.bfloat16, device=q.device)
+    coef, window, scalars = (
+        torch.empty((requests, v_heads, *last), dtype=torch.float32, device=q.device) for last in ((n, m), (width, n), (2, n))
+    )
+    warps = num_warps or (1 if gdn else 4)
+    if requests and gdn:
+        raw = len(rest) == 4
+        launch(
+            _gdn_kernel, (heads, requests),
+            slots, verify_len, cu, cursor, q, k, *(rest if raw else (*rest, *rest)), k_pool, decay_pool, beta_pool, layer,
+            x, coef, window, scalars, s, width, n, heads, q.shape[1], key_heads, v_heads, k_dim, length, m,
+            triton.next_power_of_2(v_heads // heads), levels, parts, raw, scale, num_warps=warps,
+        )  # fmt: skip
+    elif requests:
+        launch(
+            _kda_kernel, (v_heads, requests),
+            slots, verify_len, cu, cursor, q, k, *rest, k_pool, decay_pool, beta_pool, layer, x, coef, window, scalars, s,
+            width, triton.next_power_of_2(width), n, v_heads, k_dim, length, m, levels, num_warps=warps,
+        )  # fmt: skip
+    return x, coef, window, scalars
+
+
+# ------------------------------------------------------------------------------------------------------- main kernel
+
+
+@triton.jit
+def _column(x, c: tl.constexpr):
+    """Column c of x [M, N] as [M]; the others may be NaN."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] == c, x, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _outputs_kernel(
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, v_ptr, x_ptr, coef_ptr, window_ptr, scalar_ptr, state_ptr, v_pool, d_pool, layer,
+    o_ptr, S, R, T, W: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, L: tl.constexpr, LM: tl.constexpr, M: tl.constexpr, X: tl.constexpr, P: tl.constexpr, GDN: tl.constexpr,
+):  # fmt: skip
+    """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
+    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
+    first = tl.load(cu_ptr + r).to(tl.int64)
+    rows = block * M + tl.arange(0, M)
+    if tokens > 0:
+        # every load before the first use; the state first: it is nearly all of the traffic, and depends only on the slot
+        row, own = (layer_row(layer) * S + slot) * HV + head, r * HV + head
+        n, base = live_half(cursor_ptr, slot, L)
+        i, piece, j = tl.arange(0, COLUMNS), tl.arange(0, P)[None, :], tl.arange(0, DOT)[None, :]
+        state = load_tiles(state_ptr + row * (V * K) + rows[:, None] * K + piece, K // P, P)
+        x_at = x_ptr + (r * HEADS + head // (HV // HEADS)) * (X * N * K) + i[:, None] * K + piece
+        d_at, v_at = d_pool + (row * (2 * L) + base) * V + rows, v_pool + (row * (2 * L) + base + n) * V + rows
+        coef_at, scalar_at = coef_ptr + own * (N * LM) + i[:, None] * LM + j, scalar_ptr + own * (2 * N)
+        x, coef, d_old, factor = (), (), (), ()
+        for g in tl.static_range(N // COLUMNS):
+            for a in tl.static_range(X):
+                x = x + load_tiles(x_at + (a * N + g * COLUMNS) * K, K // P, P)
+            factor = factor + (tl.load(scalar_at + g * COLUMNS + i),)
+            coef = coef + load_tiles(coef_at + g * (COLUMNS * LM), LM // DOT, DOT)
+        for p in tl.static_range(LM // DOT):
+            d_old = d_old + (tl.load(d_at[:, None] + (j + p * DOT) * V, mask=j + p * DOT < n, other=0.0),)
+        new_v, new_o = v_ptr + (first * HV + head) * V + rows, o_ptr + (first * HV + head) * V + rows
+        new_d = d_at + n * V
+        v, beta = (), ()
+        for t in tl.static_range(W):
+            v = v + (tl.load(new_v + t * (HV * V), mask=(t < tokens) & (rows < V), other=0.0),)
+            beta = beta + (tl.load(scalar_at + N + 2 * t),)
+
+        h = ()
+        for g in tl.static_range(N // COLUMNS):
+            acc = tl.zeros([M, COLUMNS], tl.float32)
+            for p in tl.static_range(K // P):
+                parts = ()
+                for a in tl.static_range(X):
+                    parts = parts + (tl.trans(spread_lanes(x[(g * X + a) * (K // P) + p])),)
+                acc = dot(split(spread_lanes(state[p])), parts, acc)
+            if GDN:
+                acc *= factor[g][None, :]
+            for p in tl.static_range(LM // DOT):
+                c = split(spread_lanes(coef[g * (LM // DOT) + p]))
+                acc = dot(split(spread_lanes(d_old[p])), transpose(c), acc)
+            h = h + (acc,)
+
+        for t in tl.static_range(W):
+            real = (t < tokens) & (rows < V)
+            d = (v[t].to(tl.float32) - _column(h[2 * t // COLUMNS], 2 * t % COLUMNS)) * beta[t]
+            new = ()
+            for g in tl.static_range(N // COLUMNS):
+                if g < 2 * t // COLUMNS:
+                    new = new + (h[g],)
+                else:
+                    c = tl.load(window_ptr + (own * W + t) * N + g * COLUMNS + i)
+                    more = h[g] + d[:, None] * c[None, :]
+                    new = new + (tl.where(g * COLUMNS + i[None, :] > 2 * t, more, h[g]),)
+            h = new
+            o = _column(h[2 * t // COLUMNS], 2 * t % COLUMNS + 1)
+            tl.store(new_o + t * (HV * V), o.to(o_ptr.dtype.element_ty), mask=real)
+            tl.store(new_d + t * V, d, mask=real)
+            tl.store(v_at + t * V, v[t], mask=real)
+    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+
+
+def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):
+    """Outputs of one layer and its records v, d: arguments and result as for `project.outputs`, window from `coefficients`.
+
+    Raises ValueError unless block_v is at least 16.
+    """
+    (layer, slots, verify_len, cu), (v_pool, d_pool), (x, coef, w, scalars) = index, pools, window
+    requests, heads, parts, n = x.shape[:4]
+    (t, v_heads, v_dim), (m, k_dim, _) = v.shape, tile_of(state, block_v)
+    check_block(m)
+    piece = DOT.value if state.dtype == torch.float32 else 2 * DOT.value
+    o = torch.empty_like(v) if requests else torch.zeros_like(v)
+    if requests:
+        launch(
+            _outputs_kernel, (v_dim // m, v_heads, requests),
+            slots, verify_len, cu, cursor, v, x, coef, w, scalars, state, v_pool, d_pool, layer, o, state.shape[1], requests,
+            t, w.shape[2], n, heads, v_heads, k_dim, v_dim, v_pool.shape[3] // 2, coef.shape[3], m, parts, min(k_dim, piece),
+            gdn, num_warps=num_warps,
+        )  # fmt: skip
+    return o
+
+
+def check_block(block_v: int) -> None:
+    if block_v < DOT.value:
+        raise ValueError(f"block_v={block_v} is not allowed: projection 'precompute' needs at least {DOT.value}")

@@ -1,0 +1,144 @@
+"""Projection "precompute" by kernels: bounded against inline, the same raw records, identical checkpoints after a merge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from kernel_harness import make_spec, to_jax, to_numpy
+from replay_harness import PALLAS, Pair, accept, assert_none, core_inputs, differing, forward, jit, prepare
+
+import jax_ssm
+import torch_ref
+from jax_ssm.gates import CoreInputs as JaxCore
+from jax_ssm.spec import KernelConfig
+from kernels_pallas import precompute
+from torch_ref.executors import forward_core as torch_forward_core
+
+merge = jit(jax_ssm.merge, (0, 3))
+
+
+class Bounded(Pair):
+    """torch_ref inline beside the precompute kernels; the largest excess over the bound of R10 per array."""
+
+    def __init__(self, spec, seed: int = 0):
+        super().__init__(spec, seed)
+        self.whole = replace(spec, projection="precompute")
+
+    def round(self, windows, lengths, capacity: int):
+        spec, whole, wrong = self.spec, self.whole, {}
+        pad = capacity - sum(n for _, n in windows)
+        ids = torch.tensor([s for s, n in windows for _ in range(n)] + [spec.hold] * pad, dtype=torch.int32)
+        at = torch.tensor([t for _, n in windows for t in range(n)] + [0] * pad, dtype=torch.int32)
+        self.state, receipt = torch_ref.prepare(spec, self.state, torch_ref.build_layout(spec, ids, at))
+        self.jax, other = prepare(whole, self.jax, jax_ssm.build_layout(whole, to_jax(ids), to_jax(at)), PALLAS)
+        for row in range(spec.layers):
+            core = core_inputs(spec, capacity, self.g)
+            self.state, o = torch_forward_core(spec, self.state, receipt, row, core)
+            jax_core = JaxCore(**{name: to_jax(x) for name, x in vars(core).items()})
+            self.jax, jax_o = forward(whole, self.jax, other, jnp.int32(row), jax_core)
+            assert pad == 0 or not np.asarray(jax_o[-pad:].astype(jnp.float32)).any(), "padding rows"
+            wrong |= excess(f"o{row}", o, jax_o, spec, spec.act_dtype)
+        wrong |= excess("d", self.state.extra.d, self.jax.extra.d, spec, "fp32")
+        lengths = torch.tensor(lengths + [0] * (len(receipt.layout.slots) - len(lengths)), dtype=torch.int32)
+        self.state = torch_ref.accept(spec, self.state, torch_ref.StateAcceptance((receipt,), lengths))
+        self.jax = accept(whole, self.jax, jax_ssm.StateAcceptance((other,), to_jax(lengths)))
+        self.phases |= set((self.state.extra.cursor // (2 * spec.history)).tolist())
+        return wrong | {name: n for name, n in self.compare().items() if name != "extra.d"}
+
+
+def excess(name: str, a, b, spec, dtype: str) -> dict[str, float]:
+    """How far b is beyond R10's bound on a, 0 when within: 2e-6 + 2e-5 |a| with fp32 state, else relative L2 < eps / 2."""
+    a, b = (to_numpy(x).astype(np.float64) for x in (a, b))
+    assert (np.isnan(a) == np.isnan(b)).all(), f"{name}: NaN read, or written where inline writes none"
+    a, b = np.nan_to_num(a), np.nan_to_num(b)
+    if spec.ssm_dtype == "bf16":
+        worst = np.linalg.norm(a - b) - 2**-9 * np.linalg.norm(a)
+    else:  # a bf16 output may round to a neighbour
+        worst = (abs(a - b) - (2e-6 + (2e-5 if dtype == "fp32" else 2**-7) * abs(a))).max()
+    return {name: max(0.0, float(worst))}
+
+
+# rule, fields of the spec, rounds; K and V of at least 16
+CASES = [
+    ("gdn", dict(history=16, width=4, k_dim=128, v_heads=6, v_dim=32), 7),
+    ("gdn", dict(history=8, width=4, ssm_dtype="bf16", q_heads=1), 6),
+    ("gdn", dict(history=4, width=2, act_dtype="fp32", k_dim=16), 6),
+    ("gdn", dict(history=32, width=3, act_dtype="fp32", ssm_dtype="bf16"), 4),
+    ("kda", dict(history=8, width=4, act_dtype="fp32"), 6),
+    ("kda", dict(history=8, width=2, ssm_dtype="bf16", k_dim=32), 6),
+]
+
+
+@pytest.mark.parametrize("rule,fields,rounds", CASES, ids=lambda x: str(x).replace(" ", ""))
+def test_R10_precompute_kernels_are_bounded_and_fold_to_the_same_bits(rule, fields, rounds):
+    """R10: dynamic windows, padding, permuted slots, NaN in everything that no token wrote; then a merge of all slots."""
+    spec = make_spec(rule, "replay", layers=1, **fields)
+    pair = Bounded(spec)
+    assert_none(pair.rounds(rounds, [5, 0, 3], full=True))
+    slots = [5, 0, 3]
+    state = torch_ref.merge(spec, pair.state, slots)
+    other = merge(pair.whole, pair.jax, jnp.asarray(slots, jnp.int32), PALLAS)
+    assert differing(state.ssm[:, slots], other.ssm[:, jnp.asarray(slots)]) == 0
+    assert pair.phases == {0, 1} or spec.history > 16, "no slot reached the second half"
+
+
+@pytest.mark.parametrize("rule,length,act", [("gdn", 16, "bf16"), ("kda", 64, "bf16")])
+def test_R10_the_widest_window(rule, length, act):
+    """R10: W = 16, four groups of columns; L = 16 folds every round, L = 64 sums records in four dots."""
+    spec = make_spec(rule, "replay", layers=1, width=16, history=length, act_dtype=act, k_dim=32)
+    assert_none(Bounded(spec).rounds(2 if length == 16 else 3, [2, 6], full=True))
+
+
+def test_R10_a_dropped_part_of_the_state_is_seen(monkeypatch):
+    """Planted fault: fp32 values as two bf16 parts instead of three leave the bound."""
+    split = precompute.split
+    monkeypatch.setattr(precompute, "split", lambda x: [*split(x)[:2], *map(jnp.zeros_like, split(x)[2:])])
+    spec = make_spec("gdn", "replay", layers=1, history=8, width=4, act_dtype="fp32", slots=7)
+    wrong = Bounded(spec).rounds(2, [5, 0, 3])
+    assert wrong["o0"] > 0 and wrong["d"] > 0
+    assert not wrong["extra.k"] and not wrong["ssm"]
+
+
+def test_R36_precompute_rows_do_not_depend_on_their_batch():
+    """R36, R10: a request alone and among others, in another row, leaves the same bits."""
+    spec = make_spec("gdn", "replay", layers=1, history=8, width=2, projection="precompute")
+    outputs = []
+    for slots in ([3], [1, 3, 6]):
+        state, rng = jax_ssm.init_state(spec), np.random.default_rng(3)
+        tokens = {s: rng.standard_normal((3, 2, 64), dtype=np.float32) for s in [3, 1, 6]}
+        pad = 8 - 2 * len(slots)
+        ids = jnp.asarray([s for s in slots for _ in range(2)] + [spec.hold] * pad, jnp.int32)
+        layout = jax_ssm.build_layout(spec, ids, jnp.asarray([0, 1] * 4, jnp.int32).at[2 * len(slots) :].set(0))
+        for i in range(3):
+            rows = jnp.concatenate([jnp.asarray(tokens[s][i]) for s in slots] + [jnp.zeros((pad, 64))])
+            act = lambda n, d: jnp.broadcast_to(rows[:, None, :d], (8, n, d)).astype(jnp.bfloat16)  # noqa: E731, B023
+            inputs = jax_ssm.LinearInputs(
+                act(2, 64), act(2, 64), act(4, 16), act(1, 4)[:, 0], act(1, 4)[:, 0], jnp.zeros(4), jnp.zeros(4)
+            )
+            state, receipt = prepare(spec, state, layout, PALLAS)
+            state, o = jit(jax_ssm.forward)(spec, state, receipt, jnp.int32(0), inputs)
+            lengths = jnp.where(layout.verify_len > 0, 2, 0)
+            state = jax_ssm.accept(spec, state, jax_ssm.StateAcceptance((receipt,), lengths))
+        at = 2 * slots.index(3)
+        outputs.append((o[at : at + 2], state.ssm[:, 3], state.extra.d[:, 3], state.extra.cursor[3]))
+    assert_none({str(i): differing(a, b) for i, (a, b) in enumerate(zip(*outputs, strict=True))})
+
+
+def test_a_tile_too_small_for_a_dot_is_refused():
+    spec = make_spec("gdn", "replay", layers=1, width=2, projection="precompute")
+    state, config = jax.eval_shape(lambda: jax_ssm.init_state(spec)), KernelConfig("pallas", block_v=8)
+    layout = jax_ssm.build_layout(spec, jnp.asarray([1, 1], jnp.int32), jnp.asarray([0, 1], jnp.int32))
+    shapes = ((2, 2, 64), jnp.bfloat16), ((2, 2, 64), jnp.bfloat16), ((2, 4, 16), jnp.bfloat16), ((2, 4), jnp.bfloat16)
+    inputs = jax_ssm.LinearInputs(*(jax.ShapeDtypeStruct(*x) for x in (*shapes, shapes[3], *2 * [((4,), jnp.float32)])))
+
+    def run(state, inputs):
+        state, receipt = jax_ssm.prepare(spec, state, layout, config)
+        return jax_ssm.forward(spec, state, receipt, 0, inputs)
+
+    with pytest.raises(ValueError, match="block_v=8 .*at least 16"):
+        jax.eval_shape(run, state, inputs)
