@@ -12,22 +12,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, when
-from kernels_pallas.decode import Tile, load_vector, norm_of, tile_of
-from kernels_pallas.recurrence import expand_rows, load_pieces, load_raw_rows, step, store_pieces, to_fp32
+from kernels_pallas.decode import Tile, tile_of
+from kernels_pallas.gates import inverse_norm
+from kernels_pallas.recurrence import expand_rows, load_pieces, load_row_pieces, load_rows, pair_levels, step, store_pieces
 
+CHUNK = 16  # records whose norms are taken at once
 PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H200
 
 
-def load_record(pools, lead, head, at, rows, tile: Tile):
-    """Raw record `at` as it is stored: k as rows and as a vector, v [M], decay, beta; lead = (layer, slot)."""
+def _norms(k_pool, lead, first, live, tile: Tile):
+    """Inverse norms of the first `live` of the CHUNK raw keys from `first` on: one canonical sum for all of them."""
+    j, levels = lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0), pair_levels(k_pool.dtype, tile.k)
+    return inverse_norm(load_pieces(k_pool, lead, first + j, tile.k, levels, j < live), levels, tile.interpret)
+
+
+def _load_record(pools, lead, head, key, at, rows, tile: Tile):
+    """Raw record `at`: k rows, v [M], decay, beta, all in fp32; lead = (layer, slot)."""
     k_pool, v_pool, decay_pool, beta_pool = pools
-    key = (*lead, lax.div(head, v_pool.shape[2] // k_pool.shape[2]), at)
-    rows_k, vector = load_raw_rows(k_pool, key, tile.m, tile.k, tile.levels, tile.warps), load_vector(k_pool, key, tile.k)
+    k = load_rows(k_pool, (*lead, key, at), tile.m, tile.k, tile.levels, tile.warps)
+    v = load(v_pool.at[(*lead, head, at, rows)]).astype(jnp.float32)
     if decay_pool.shape[-1] == 1:
         decay = decay_pool[(*lead, head, at, 0)]
     else:
-        decay = load_raw_rows(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
-    return rows_k, vector, load(v_pool.at[(*lead, head, at, rows)]), decay, beta_pool[(*lead, head, at)]
+        decay = load_row_pieces(decay_pool, (*lead, head, at), tile.m, tile.k, tile.levels, tile.warps)
+    return k, v, decay, beta_pool[(*lead, head, at)]
 
 
 def _advance_kernel(
@@ -54,20 +62,21 @@ def _advance_kernel(
             column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
             s = load_pieces(state_ref, (layer, source, head), column, tile.k, tile.levels)
             if records:
-                # a record is loaded two steps before its turn, and nothing is computed from it until then
-                def record(j):
-                    return load_record(pools, (layer, source), head, base + jnp.minimum(j, n - 1), rows, tile)
+                key = lax.div(head, pools[1].shape[2] // pools[0].shape[2])
 
-                def body(j, carry):
-                    s, (k, vector, v, decay, beta), following = carry
-                    last = record(j + 2)
-                    norm = norm_of(vector, tile)
-                    k_hat = expand_rows([x * norm for x in to_fp32(k)], tile.m)
-                    decay = expand_rows(decay, tile.m) if isinstance(decay, list) else decay
-                    s, _ = step(s, k_hat, v.astype(jnp.float32), decay, beta, tile.levels, interpret)
-                    return s, following, last
+                def chunk(c, s):
+                    begin, live = base + c * CHUNK, jnp.minimum(n - c * CHUNK, CHUNK)
+                    norms = _norms(pools[0], (layer, source, key), begin, live, tile)
 
-                s, *_ = lax.fori_loop(0, n, body, (s, record(0), record(1)))
+                    def record(t, s):
+                        k, v, decay, beta = _load_record(pools, (layer, source), head, key, begin + t, rows, tile)
+                        norm = jnp.sum(jnp.where(lax.iota(jnp.int32, CHUNK) == t, norms, 0.0))
+                        k_hat = expand_rows([x * norm for x in k], tile.m)
+                        return step(s, k_hat, v, decay, beta, tile.levels, interpret)[0]
+
+                    return lax.fori_loop(0, live, record, s)
+
+                s = lax.fori_loop(0, lax.div(n + (CHUNK - 1), CHUNK), chunk, s)
             lead = (target, layer, head) if pages else (layer, target, head)
             store_pieces(target_ref, lead, column, s, tile.k, tile.levels, eviction_policy="evict_first")
 

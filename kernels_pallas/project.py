@@ -16,13 +16,13 @@ from kernels_pallas.decode import request_tokens, zero_rows
 from kernels_pallas.gates import decay, inverse_norm, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
     LANES,
+    expand_rows,
     finish,
-    halve,
     lane_sums,
     load_pieces,
     load_row_pieces,
+    load_rows,
     pair_levels,
-    pair_sums,
     read,
     store_pieces,
 )
@@ -294,10 +294,9 @@ def _outputs_kernel(
 
     @when(tokens > 0)
     def _():
-        # the state first: it is nearly all of the traffic, and depends on nothing but the slot
-        state = load_pieces(state_ref, (layer, slot, head), rows, k_dim, levels)
         first = cu_ref[r]
         n, base = live_half(cursor_ref, slot, length)
+        state = load_pieces(state_ref, (layer, slot, head), rows, k_dim, levels)
         # the mask hides that d is contiguous along V: the compiler then loads d in the layout of the state tile, instead of
         # loading it in another one and converting through shared memory
         d_rows = rows & 0x7FFFFFFF
@@ -307,11 +306,13 @@ def _outputs_kernel(
         ]
 
         def load_coefficients(i):
-            """Row i of c as pieces; dead columns may hold anything."""
+            """Row i of c as pieces, 0 beyond the live records, as d is: c may hold anything there."""
+            columns = _record_columns(length)
             if levels == RECORD_LEVELS:
-                return load_row_pieces(coef_ref, (r, head, i), block_v, length, RECORD_LEVELS, warps)
+                c = load_rows(coef_ref, (r, head, i), block_v, length, RECORD_LEVELS, warps)
+                return expand_rows([jnp.where(cols < n, x, 0.0) for cols, x in zip(columns, c, strict=True)], block_v)
             every = jnp.zeros_like(rows)  # a whole tile, or d and c get different layouts
-            return [load(coef_ref.at[r, head, i, jnp.minimum(cols, length - 1) + every]) for cols in _record_columns(length)]
+            return [load(coef_ref.at[r, head, i, cols + every], mask=cols + every < n, other=zero) for cols in columns]
 
         def project(i):
             """Checkpoint and live records under row i of x: steps 3 to 5."""
@@ -320,8 +321,7 @@ def _outputs_kernel(
             if gdn:
                 lanes = lanes * load(scalar_ref.at[r, head, i - lax.rem(i, 2)])
             c = load_coefficients(i)
-            products = [jnp.where(cols < n, d * a, 0.0) for cols, d, a in zip(_record_columns(length), d_old, c, strict=True)]
-            return finish(lanes + halve([pair_sums(p, RECORD_LEVELS) for p in products]), interpret)
+            return finish(lanes + lane_sums([d * a for d, a in zip(d_old, c, strict=True)], RECORD_LEVELS), interpret)
 
         def window(h, i, d_new, limit=None):
             """h plus the window tokens d_new, or those below `limit`, by their coefficients in row i: step 6."""

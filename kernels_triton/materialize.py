@@ -10,20 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_triton.decode import check_sizes, norm_of
+from kernels_triton.decode import check_sizes, expand_gate, load_gate
+from kernels_triton.gates import inverse_norm
 from kernels_triton.launch import launch
 from kernels_triton.recurrence import (
     INTERPRET,
     expand_rows,
     load_pieces,
-    load_raw_rows,
+    load_rows,
     pair_levels,
     step,
     store_pieces,
     times,
-    to_fp32,
 )
 
+CHUNK = tl.constexpr(16)  # records whose norms are taken at once
 PROGRAMS = 8 if INTERPRET.value else 4224  # 32 for each of the 132 multiprocessors of an H200
 
 
@@ -35,15 +36,13 @@ def tile_of(state, block_v: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def load_record(
+def _load_record(
     k_ptr, v_ptr, decay_ptr, beta_ptr, at, rows, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
     LEVELS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Raw record `at` as it is stored: k as rows and as a vector, v [M], decay, beta; pointers: record 0 of a slot and head."""
-    rows_k, vector = load_raw_rows(k_ptr + at * K, M, K, LEVELS, WARPS), tl.load(k_ptr + at * K + tl.arange(0, K))
-    v, decay = tl.load(v_ptr + at * V + rows), decay_ptr + at * G
-    decay = (tl.load(decay),) if G == 1 else load_raw_rows(decay, M, G, LEVELS, WARPS)
-    return rows_k, vector, v, decay, tl.load(beta_ptr + at)
+    """Raw record `at`: k rows, v [M], decay, beta, all in fp32; pointers: record 0 of a slot and head."""
+    k, v = load_rows(k_ptr + at * K, M, K, LEVELS, WARPS), tl.load(v_ptr + at * V + rows).to(tl.float32)
+    return k, v, load_gate(decay_ptr + at * G, M, K, G, LEVELS, WARPS), tl.load(beta_ptr + at)
 
 
 @triton.jit
@@ -71,17 +70,16 @@ def _advance_kernel(
                 own = row * HV + head
                 k_ptr, v_ptr = k_pool + (key * RECORDS + base) * K, v_pool + (own * RECORDS + base) * V
                 decay_ptr, beta_ptr = decay_pool + (own * RECORDS + base) * G, beta_pool + own * RECORDS + base
-                # a record is loaded two steps before its turn, and nothing is computed from it until then
-                x = load_record(k_ptr, v_ptr, decay_ptr, beta_ptr, 0, rows, K, V, G, M, LEVELS, WARPS)
-                y = load_record(k_ptr, v_ptr, decay_ptr, beta_ptr, tl.minimum(1, n - 1), rows, K, V, G, M, LEVELS, WARPS)
-                for j in range(n):
-                    at = tl.minimum(j + 2, n - 1)
-                    z = load_record(k_ptr, v_ptr, decay_ptr, beta_ptr, at, rows, K, V, G, M, LEVELS, WARPS)
-                    k_hat = times(to_fp32(x[0]), (norm_of(x[1], KEY_LEVELS),))
-                    decay = x[3] if G == 1 else expand_rows(x[3], M)
-                    s, _ = step(s, expand_rows(k_hat, M), x[2].to(tl.float32), decay, x[4], LEVELS)
-                    x = y
-                    y = z
+                for start in range(0, n, CHUNK):
+                    # the norms of a chunk at once: one canonical sum for all instead of one a record
+                    j = start + tl.arange(0, CHUNK)[:, None]
+                    norms = inverse_norm(load_pieces(k_ptr, j, K, j < n, 0.0, K, KEY_LEVELS), KEY_LEVELS)
+                    for t in range(tl.minimum(CHUNK, n - start)):
+                        k, v, decay, beta = _load_record(
+                            k_ptr, v_ptr, decay_ptr, beta_ptr, start + t, rows, K, V, G, M, LEVELS, WARPS
+                        )
+                        norm = tl.sum(tl.where(tl.arange(0, CHUNK) == t, norms, 0.0), axis=0)
+                        s, _ = step(s, expand_rows(times(k, (norm,)), M), v, expand_gate(decay, M, G), beta, LEVELS)
             to = target * layers + layer if PAGES else layer * targets + target
             store_pieces(target_ptr + (to * HV + head) * (V * K), column, K, s, column < V, K, LEVELS, "evict_first")
 

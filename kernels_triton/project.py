@@ -17,13 +17,13 @@ from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
 from kernels_triton.recurrence import (
     LANES,
+    expand_rows,
     finish,
-    halve,
     lane_sums,
     load_pieces,
     load_row_pieces,
+    load_rows,
     pair_levels,
-    pair_sums,
     read,
     store_pieces,
     times,
@@ -312,11 +312,11 @@ def _project(
     lanes = lane_sums(times(state, load_row_pieces(x_ptr, M, K, LEVELS, WARPS)), LEVELS)
     if GDN:
         lanes = lanes * p0
-    c = load_row_pieces(coef_ptr, M, L, RECORD_LEVELS, WARPS)
-    sums = ()
-    for p in tl.static_range(len(d_old)):
-        sums = sums + (pair_sums(tl.where(_record_columns(p, L) < n, d_old[p] * c[p], 0.0), RECORD_LEVELS),)
-    return finish(lanes + halve(sums))
+    c = load_rows(coef_ptr, M, L, RECORD_LEVELS, WARPS)
+    live = ()
+    for p in tl.static_range(len(d_old)):  # 0 * 0 beyond the live records: d is 0 there, c may be anything
+        live = live + (tl.where(_record_columns(p, L) < n, c[p], 0.0),)
+    return finish(lanes + lane_sums(times(d_old, expand_rows(live, M)), RECORD_LEVELS))
 
 
 @triton.jit
@@ -348,11 +348,10 @@ def _outputs_kernel(
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
     if tokens > 0:
-        # the state first: it is nearly all of the traffic, and depends on nothing but the slot
-        row = (layer_row(layer) * S + slot) * HV + head
-        state = load_pieces(state_ptr + row * (V * K), column, K, column < V, 0.0, K, LEVELS)
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
+        row = (layer_row(layer) * S + slot) * HV + head
+        state = load_pieces(state_ptr + row * (V * K), column, K, column < V, 0.0, K, LEVELS)
         d_at, v_at = d_pool + (row * (2 * L) + base) * V, v_pool + (row * (2 * L) + base + n) * V
         d_old = ()
         for p in tl.static_range((L + (LANES << RECORD_LEVELS) - 1) // (LANES << RECORD_LEVELS)):
