@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_ssm.attention import Bucket, build_batch
+from jax_ssm.engine.load import DEMO
 from jax_ssm.models import forward_sequence, hybrid, load_model, load_params, mtp_sequence, save_params
 from jax_ssm.models.qwen3_5 import init_params
 
@@ -281,3 +282,17 @@ def test_greedy_tokens_equal_transformers_generate(generated, mode, width):
         lengths.append(int(accepted))
     np.testing.assert_array_equal(ours[:n], theirs)
     assert set(lengths) == set(range(1, width + 1))
+
+
+def test_the_embedded_model_equals_transformers():
+    """Logits of a text, and 200 greedy tokens of transformers, each of which is our choice after the tokens before it."""
+    model = transformers.Qwen3_5ForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    prompt = tokenizer("class Node:\n    def __init__(self, value):\n")["input_ids"]
+    with torch.no_grad():
+        text = model.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0)
+        theirs = model(text).logits.numpy()
+    config, params = load_model(DEMO, "fp32")
+    _, logits = forward(config, params, text.numpy())
+    assert_close(logits, theirs)
+    np.testing.assert_array_equal(np.argmax(logits, -1)[0, len(prompt) - 1 : -1], text[0, len(prompt) :].numpy())
