@@ -12,10 +12,15 @@ from benchmarks import record
 
 COMMANDS = {
     "parity": "PyTorch eager, Triton and Pallas compared element by element in every verb",
+    "compile": "first-seen request counts in a warmed bucket: compilations and the cost of the first round",
+    "cycle": "whole decoding rounds: device time by mode, batch, width and acceptance",
+    "kernel": "every kernel alone: device time beside the bytes it must move",
+    "peers": "the native kernels beside those of flash-linear-attention, in one run",
     "identity": "greedy text of native, compact and replay, plain and speculative, token by token",
     "accepted": "tokens committed a round, by verify width and temperature",
     "accuracy": "state against a float64 recurrence after 2,048 tokens",
     "report": "rewrite the tables of README and docs from the recorded results",
+    "bytes": "bytes of state by mode, width and dtype",
     "export": "temporary memory of an export into caller-owned pages",
 }
 
@@ -58,7 +63,7 @@ def show(heads: list[str], rows: list[list[str]]) -> None:
         grid.add_column(head)
     for row in rows:
         grid.add_row(*row)
-    Console().print(grid)
+    Console(width=None if sys.stdout.isatty() else 200).print(grid)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ After every verb every array of every implementation is compared with PyTorch ea
   row         a request alone, in another slot of a smaller pool and another bucket, has the bits it has among the others
   checkpoint  the pages of native, compact and replay (fp32 state) after the same tokens are equal
 
+Mode "precompute" is replay with that projection: its kernels run on tensor cores and are compared with each other, the first of
+them in the place of PyTorch eager.
+
 On a GPU the inputs are raw: convolution and prologue are part of the comparison. On a CPU Pallas runs in interpret mode and
 both sides are fed the same normalised keys, gates and beta, because the exp and rsqrt of the two CPU libraries differ in
 their last bits; the output of the convolution is left out for the same reason. Exit status 1 unless nothing differs.
@@ -32,6 +35,7 @@ from benchmarks import record
 
 SIDES = ("eager", "triton", "pallas", "jaxtriton")
 CHECKS = ("twins", "launch", "row", "checkpoint")
+MODES = ("native", "compact", "replay", "precompute")
 LAUNCHES = ((8, 1), (16, 1), (32, 1), (16, 2), (32, 4))
 NO_FMA = "--xla_cpu_max_isa=AVX"
 
@@ -59,6 +63,8 @@ class Cell:
         from torch_ref.spec import SSMSpec
 
         own = {k: v for k, v in vars(self).items() if k not in ("check", "batch", "history")}
+        if self.mode == "precompute":
+            own |= dict(mode="replay", projection="precompute")
         return SSMSpec(**(own | dict(layers=2, slots=self.batch + 4, history=self.history or 16) | changes))
 
 
@@ -68,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pick = partial(parser.add_argument, nargs="+")
     pick("--check", choices=CHECKS, default=list(CHECKS))
     pick("--rule", choices=("gdn", "kda"), default=["gdn", "kda"])
-    pick("--mode", choices=("native", "compact", "replay"), default=["native", "compact", "replay"])
+    pick("--mode", choices=MODES, default=list(MODES))
     pick("--width", type=record.at_least(1), help="W (default: 1 2 4 8; on a CPU 1 3)")
     pick("--history", type=record.at_least(1), help="L of mode replay (default: 8 16 32; on a CPU 8)")
     pick("--state-dtype", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -117,8 +123,8 @@ def exact_cpu() -> None:
 # -------------------------------------------------------------------------------------------------------------- matrix
 
 
-def matrix(args: argparse.Namespace, cpu: bool) -> list[Cell]:
-    """The cells, the longest first."""
+def matrix(args: argparse.Namespace, cpu: bool, kernels: int) -> list[Cell]:
+    """The cells, the longest first; kernels: how many implementations by kernel there are to compare."""
     widths = args.width or ([1, 3] if cpu else [1, 4] if args.quick else [1, 2, 4, 8])
     histories = args.history or ([8] if cpu else [16] if args.quick else [8, 16, 32])
     shapes = args.shape or ([(1, 1, 2, 3)] if cpu else [(16, 16, 32, 8), (2, 1, 6, 33)][: 1 if args.quick else 2])
@@ -127,13 +133,15 @@ def matrix(args: argparse.Namespace, cpu: bool) -> list[Cell]:
     axes = product(args.mode, args.rule, widths, args.state_dtype, args.act_dtype, shapes, sizes)
     for mode, rule, width, ssm, act, (h, kh, hv, batch), (k, v) in axes:
         heads = (h, kh, hv) if rule == "gdn" else (hv, hv, hv)
-        for history in histories if mode == "replay" else [None]:
-            if (mode == "compact" and width == 1) or (history is not None and history < width):
+        for history in histories if mode in ("replay", "precompute") else [None]:
+            if (mode in ("compact", "precompute") and width == 1) or (history is not None and history < width):
+                continue
+            if mode == "precompute" and kernels < 2:  # nothing to compare with
                 continue
             make = partial(Cell, rule=rule, mode=mode, width=width, history=history, ssm_dtype=ssm, act_dtype=act,
                            q_heads=heads[0], k_heads=heads[1], v_heads=heads[2], k_dim=k, v_dim=v, batch=batch)  # fmt: skip
             wanted = ["twins"]
-            if history in (None, histories[0]) and (h, kh, hv, batch) == shapes[0]:
+            if mode != "precompute" and history in (None, histories[0]) and (h, kh, hv, batch) == shapes[0]:
                 if width == max(w for w in widths if w <= 4 or w == min(widths)):
                     wanted += ["launch", "row"]
                 if mode == "replay" and ssm == "fp32":
@@ -143,7 +151,7 @@ def matrix(args: argparse.Namespace, cpu: bool) -> list[Cell]:
         raise ValueError("these options leave no cell: compact needs a width of at least 2, replay a history >= width")
     for cell in cells:
         cell.spec()  # a geometry that is not legal is refused before anything runs
-    return sorted(cells, key=lambda c: (c.mode != "replay", -(c.history or 0), -c.width, -c.batch))
+    return sorted(cells, key=lambda c: (c.mode not in ("replay", "precompute"), -(c.history or 0), -c.width, -c.batch))
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -157,7 +165,7 @@ def run(args: argparse.Namespace) -> dict:
         if side in missing:
             raise ValueError(f"--implementation {side} cannot run here: {missing[side]}")
     sides = ["eager", *(args.implementation or [s for s in SIDES[1:] if s not in missing])]
-    cells, jobs = matrix(args, cpu), args.jobs or (1 if cpu else min(12, os.cpu_count() or 1))
+    cells, jobs = matrix(args, cpu, len(sides) - 1), args.jobs or (1 if cpu else min(12, os.cpu_count() or 1))
     record.say(f"{len(cells)} cells, {', '.join(sides)}, {jobs} at a time")
     for side, reason in missing.items():
         record.say(f"left out: {side}: {reason}")
@@ -401,6 +409,7 @@ def check_twins(cell: Cell, names, rounds: int, g, device: str, count: Count) ->
 
     spec = cell.spec()
     slots, state, weights = setup(spec, cell.batch, g, device)
+    names = names[1:] if cell.mode == "precompute" else names
     sides = {name: make_side(name, spec, state) for name in names}
     story(cell, spec, sides, rounds, slots, weights, g, device, count)
 
