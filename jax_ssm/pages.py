@@ -94,9 +94,8 @@ def export_into(
     if config.implementation != "xla":
         count = jnp.asarray(n, jnp.int32).reshape(1)
         copy = kernels(config.implementation).windows
-        targets = jnp.where((page_ids >= 0) & (page_ids < pages.ssm.shape[0]), page_ids, -1)
         return Pages(
-            ssm=materialize_into(spec, state, slots, targets, n, config.implementation, pages=pages.ssm),
+            ssm=materialize_into(spec, state, slots, page_ids, n, config.implementation, pages=pages.ssm),
             conv=copy(state.conv, state.accepted, count, slots, page_ids, pages.conv),
         )
     write = _fold_rows if spec.mode == "replay" else _copy_slots

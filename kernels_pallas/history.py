@@ -64,5 +64,5 @@ def prepare(state, pools, cursor, forward_cursor, slots, verify_len, *, block_v:
     """
     length = pools[0].shape[3] // 2
     cursor, forward_cursor, work, count = plan(cursor, forward_cursor, slots, verify_len, length=length)
-    state, forward_cursor = advance(state, pools, count, work, token=forward_cursor, block_v=block_v, num_warps=num_warps)
+    state, forward_cursor = advance(state, pools, count, (work,), token=forward_cursor, block_v=block_v, num_warps=num_warps)
     return state, cursor, forward_cursor

@@ -15,6 +15,7 @@ from kernels_pallas._compat import call, load, program_id, when
 from kernels_pallas.decode import Tile, tile_of
 from kernels_pallas.gates import inverse_norm
 from kernels_pallas.recurrence import expand_rows, load_pieces, load_row_pieces, load_rows, pair_levels, step, store_pieces
+from kernels_pallas.windows import writer
 
 CHUNK = 16  # records whose norms are taken at once
 PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H200
@@ -39,22 +40,37 @@ def _load_record(pools, lead, head, key, at, rows, tile: Tile):
 
 
 def _advance_kernel(
-    count_ref, work_ref, *refs,
-    tile: Tile, tokens: int, records: bool, pages: bool, in_place: bool, programs: int, interpret: bool
+    count_ref, *refs,
+    tile: Tile, items: int, tokens: int, records: bool, pages: bool, in_place: bool, programs: int, interpret: bool
 ):  # fmt: skip
     """Tiles program_id, program_id + programs, .. of the list."""
-    refs = refs[tokens : len(refs) - tokens]
+    item_refs, refs = refs[:items], refs[items + tokens : len(refs) - tokens]
     target_ref = refs[-1]
     state_ref = target_ref if in_place else refs[0]
     pools = refs[1:5] if records else ()
     layers, _, heads, v_dim, _ = state_ref.shape
     blocks, first = v_dim // tile.m, program_id(0)
+    size = item_refs[0].shape[-1]
+
+    def moves(item):
+        """(source row, live records, first of them, target row or -1)."""
+        if items == 1:
+            return tuple(item_refs[0][j, item] for j in range(4))
+        slots_ref, pages_ref, place_ref = item_refs
+        slots = place_ref.shape[0]
+        slot, page, writes = writer(slots_ref, pages_ref, count_ref[0], item, slots - 1, target_ref.shape[0 if pages else 1])
+        place, target = place_ref[jnp.where(writes, slot, 0)], jnp.where(writes, page, -1)
+        if records:
+            length = pools[0].shape[3] // 2
+            return slot, lax.rem(place, 2 * length), lax.div(place, 2 * length) * length, target
+        width, none = state_ref.shape[1] // slots, jnp.zeros((), jnp.int32)
+        return slot * width + (place if width > 1 else 0), none, none, target
 
     def one(i, _):
         i = first + i * programs
         block, head = lax.rem(i, blocks), lax.rem(lax.div(i, blocks), heads)
         layer, item = lax.rem(lax.div(i, blocks * heads), layers), lax.div(i, blocks * heads * layers)
-        source, n, base, target = (work_ref[j, item] for j in range(4))
+        source, n, base, target = moves(item)
 
         @when((target >= 0) & ((n > 0) if in_place else (n >= 0)))
         def _():
@@ -82,20 +98,22 @@ def _advance_kernel(
 
         return _
 
-    tiles = count_ref[0] * (layers * heads * blocks)
+    tiles = jnp.minimum(count_ref[0], size) * (layers * heads * blocks)
     lax.fori_loop(0, lax.div(jnp.maximum(tiles - first, 0) + (programs - 1), programs), one, None)
 
 
 def advance(
-    state, pools, count, work, *, target=None, token=None, pages: bool = False, block_v: int = 32, num_warps: int = 1
+    state, pools, count, items, *, target=None, token=None, pages: bool = False, block_v: int = 32, num_warps: int = 1
 ):  # fmt: skip
-    """Write the accepted states of a work list, all layers.
+    """Write the accepted states of a list of slots, all layers.
 
     state [layers, rows, HV, V, K]; pools: replay's raw records (k [layers, S, KH, 2L, K], v [layers, S, HV, 2L, V],
-    decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L]) or None; count [1], work [4, N] int32: source row of the state
-    (for replay: the slot), live records n, first live record, target row or -1 for none, of the first count[0] items.
-    Sources and targets of one call must be distinct rows. target: another array in the dtype of the state, [P, layers, HV,
-    V, K] if `pages` else [layers, rows, HV, V, K]; None: the state itself, where items without records are left alone.
+    decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L]) or None; count [1] int32: how many of the items.
+    items: a work list (work [4, N],) int32, with source row of the state (for replay: the slot), live records n, first live
+    record, target row or -1 for none; or requests (slots [N], page_ids [N], place [S]) int32 as in `windows`, where place is
+    the cursor of every slot, without records its accepted index. Sources of one call must be distinct rows, targets of a
+    work list as well. target: another array in the dtype of the state, [P, layers, HV, V, K] if `pages` else [layers, rows,
+    HV, V, K]; None: the state itself, where items without records are left alone.
     token: any array, returned unchanged; whoever reads it afterwards comes after the reads of this call, so that XLA need
     not copy a pool to keep both apart. Donate what is written and the token. Returns what is written, and the token if
     there is one. No temporary memory.
@@ -103,17 +121,18 @@ def advance(
     tile = tile_of(state, block_v, num_warps)
     in_place = target is None
     tokens = () if token is None else (token,)
-    operands = (count, work, *tokens, state, *(pools or ()), *(() if in_place else (target,)))
+    operands = (count, *items, *tokens, state, *(pools or ()), *(() if in_place else (target,)))
     written = state if in_place else target
-    programs = PROGRAMS if not tile.interpret else 8
+    programs, before = PROGRAMS if not tile.interpret else 8, 1 + len(items)
     out = call(
         _advance_kernel,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (written, *tokens)],
         grid=(programs,),
         name="ssm_advance",
         num_warps=num_warps,
-        aliases={2 + len(tokens) if in_place else len(operands) - 1: 0} | ({2: 1} if tokens else {}),
+        aliases={before + len(tokens) if in_place else len(operands) - 1: 0} | ({before: 1} if tokens else {}),
         tile=tile,
+        items=len(items),
         tokens=len(tokens),
         records=pools is not None,
         pages=pages,

@@ -156,12 +156,12 @@ def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, **stati
     return y, pool
 
 
-def advance(state, pools, count, work, *, target=None, token=None, **static):
-    def host(state, pools, count, work, target, **static):
-        return materialize.advance(state, pools, count, work, target=target, **static)
+def advance(state, pools, count, items, *, target=None, token=None, **static):
+    def host(state, pools, count, items, target, **static):
+        return materialize.advance(state, pools, count, items, target=target, **static)
 
     written, extra = state if target is None else target, () if token is None else (token,)
-    _, out = _run(host, (written,), state, pools, count, work, target, extra=extra, **static)
+    _, out = _run(host, (written,), state, pools, count, items, target, extra=extra, **static)
     return out[0] if token is None else tuple(out)
 
 
@@ -173,7 +173,7 @@ def windows(pool, offset, count, slots, page_ids, target, **static):
 def prepare(state, pools, cursor, forward_cursor, slots, verify_len, **static):
     plan = (cursor, forward_cursor, slots, verify_len)
     (work, count), (cursor, forward_cursor) = _run(history.plan, plan[:2], *plan, length=pools[0].shape[3] // 2)
-    state, forward_cursor = advance(state, pools, count, work, token=forward_cursor, **static)
+    state, forward_cursor = advance(state, pools, count, (work,), token=forward_cursor, **static)
     return state, cursor, forward_cursor
 
 

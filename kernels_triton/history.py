@@ -59,4 +59,4 @@ def prepare(state, pools, cursor, forward_cursor, slots, verify_len, *, block_v:
     State and cursors are changed in place.
     """
     work, count = plan(cursor, forward_cursor, slots, verify_len, length=pools[0].shape[3] // 2)
-    advance(state, pools, count, work, block_v=block_v, num_warps=num_warps)
+    advance(state, pools, count, (work,), block_v=block_v, num_warps=num_warps)

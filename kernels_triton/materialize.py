@@ -23,6 +23,7 @@ from kernels_triton.recurrence import (
     store_pieces,
     times,
 )
+from kernels_triton.windows import writer
 
 CHUNK = tl.constexpr(16)  # records whose norms are taken at once
 PROGRAMS = 8 if INTERPRET.value else 4224  # 32 for each of the 132 multiprocessors of an H200
@@ -47,18 +48,30 @@ def _load_record(
 
 @triton.jit
 def _advance_kernel(
-    count_ptr, work_ptr, state_ptr, k_pool, v_pool, decay_pool, beta_pool, target_ptr, N, S, layers, targets,
+    count_ptr, item_ptr, pages_ptr, place_ptr, state_ptr, k_pool, v_pool, decay_pool, beta_pool, target_ptr, N, S, layers,
+    targets, slots,
     KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, RECORDS: tl.constexpr,
     M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
-    HISTORY: tl.constexpr, PAGES: tl.constexpr, IN_PLACE: tl.constexpr, COUNT: tl.constexpr,
+    HISTORY: tl.constexpr, PAGES: tl.constexpr, IN_PLACE: tl.constexpr, COUNT: tl.constexpr, REQUESTS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Tiles program_id, program_id + programs, .. of the list. RECORDS = 2L. IN_PLACE: the target is the state."""
+    """Tiles program_id, program_id + programs, .. of the list. RECORDS = 2L. IN_PLACE: the target is the state.
+    REQUESTS: 0 for a work list, else N rounded up to a power of two. WIDTH: rows of a slot."""
     BLOCKS: tl.constexpr = V // M
-    tiles = tl.load(count_ptr) * (layers * HV * BLOCKS)
+    count = tl.minimum(tl.load(count_ptr), N)
+    tiles = count * (layers * HV * BLOCKS)
     for i in range(tl.program_id(0), tiles, COUNT):
         block, head, layer, item = i % BLOCKS, i // BLOCKS % HV, i // (BLOCKS * HV) % layers, i // (BLOCKS * HV) // layers
-        source, n = tl.load(work_ptr + item).to(tl.int64), tl.load(work_ptr + N + item)
-        base, target = tl.load(work_ptr + 2 * N + item), tl.load(work_ptr + 3 * N + item).to(tl.int64)
+        if REQUESTS > 0:
+            slot, page, writes = writer(item_ptr, pages_ptr, count, item, slots - 1, targets, N, REQUESTS)
+            place, target = tl.load(place_ptr + slot, mask=writes, other=0), tl.where(writes, page, -1)
+            if HISTORY:
+                source, n, base = slot, place % RECORDS, place // RECORDS * (RECORDS // 2)
+            else:
+                source, n, base = slot * WIDTH + (place if WIDTH > 1 else 0), 0, 0
+        else:
+            source, n = tl.load(item_ptr + item).to(tl.int64), tl.load(item_ptr + N + item)
+            base, target = tl.load(item_ptr + 2 * N + item), tl.load(item_ptr + 3 * N + item).to(tl.int64)
         if (target >= 0) & ((n > 0) if IN_PLACE else (n >= 0)):
             rows = block * M + tl.arange(0, M)
             column = rows[:, None]
@@ -84,26 +97,30 @@ def _advance_kernel(
             store_pieces(target_ptr + (to * HV + head) * (V * K), column, K, s, column < V, K, LEVELS, "evict_first")
 
 
-def advance(state, pools, count, work, *, target=None, pages: bool = False, block_v: int = 32, num_warps: int = 1):
-    """Write the accepted states of a work list, all layers.
+def advance(state, pools, count, items, *, target=None, pages: bool = False, block_v: int = 32, num_warps: int = 1):
+    """Write the accepted states of a list of slots, all layers.
 
     state [layers, rows, HV, V, K]; pools: replay's raw records (k [layers, S, KH, 2L, K], v [layers, S, HV, 2L, V],
-    decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L]) or None; count [1], work [4, N] int32: source row of the state
-    (for replay: the slot), live records n, first live record, target row or -1 for none, of the first count[0] items.
-    Sources and targets of one call must be distinct rows. target: another array in the dtype of the state, [P, layers, HV,
-    V, K] if `pages` else [layers, rows, HV, V, K]; None: the state itself, where items without records are left alone.
-    Changes what is written in place and returns it. No temporary memory.
+    decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L]) or None; count [1] int32: how many of the items.
+    items: a work list (work [4, N],) int32, with source row of the state (for replay: the slot), live records n, first live
+    record, target row or -1 for none; or requests (slots [N], page_ids [N], place [S]) int32 as in `windows`, where place is
+    the cursor of every slot, without records its accepted index. Sources of one call must be distinct rows, targets of a
+    work list as well. target: another array in the dtype of the state, [P, layers, HV, V, K] if `pages` else [layers, rows,
+    HV, V, K]; None: the state itself, where items without records are left alone. Changes what is written in place and
+    returns it. No temporary memory.
     """
     m, k_dim, levels = tile_of(state, block_v)
     written = state if target is None else target
     k, v, decay, beta = pools or (state, state, state, state)
-    layers, slots, v_heads, v_dim, _ = state.shape
-    source = count if target is None else state
+    layers, rows, v_heads, v_dim, _ = state.shape
+    source, listed, place = count if target is None else state, len(items) == 1, items[-1]
+    n, slots = items[0].shape[-1], rows if listed else place.shape[0]
     launch(
         _advance_kernel, (PROGRAMS,),
-        count, work, source, k, v, decay, beta, written, work.shape[1], slots, layers, written.shape[1],
+        count, items[0], items[len(items) // 2], place, source, k, v, decay, beta, written, n, rows, layers,
+        written.shape[0 if pages else 1], slots,
         k.shape[2], v_heads, k_dim, v_dim, decay.shape[-1], k.shape[3], m, levels, pair_levels(k.dtype, k_dim), num_warps,
-        pools is not None, pages, target is None, PROGRAMS,
+        pools is not None, pages, target is None, PROGRAMS, 0 if listed else triton.next_power_of_2(n), rows // slots,
         num_warps=num_warps,
     )  # fmt: skip
     return written

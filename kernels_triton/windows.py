@@ -16,7 +16,7 @@ def _exists(slot, page, live_slots, pages):
 
 
 @triton.jit
-def writer(slots_ptr, pages_ptr, count, i, live_slots, pages, N: tl.constexpr, N2: tl.constexpr):
+def writer(slots_ptr, pages_ptr, count, i, live_slots, pages, N, N2: tl.constexpr):
     """(slot, page, whether request i writes it): slot and page exist, i < count, and no later request writes that page.
 
     N2: N rounded up to a power of two.

@@ -11,19 +11,16 @@ Tensor = torch.Tensor
 
 
 def materialize_into(spec: SSMSpec, state: ConvSSMState, slots: Tensor, targets: Tensor, pages: Tensor | None = None) -> None:
-    """Write the accepted state of each of slots [N] to row targets [N], all layers; -1 drops a request.
+    """Write the accepted state of each of slots [N] to row targets [N], all layers.
 
     pages [P, layers, HV, V, K] in ssm_dtype; None: the pool of states itself, where slots without live records are left
     alone. Slots are live ids.
     """
     from kernels_triton.materialize import advance
 
-    n, base, pools = torch.zeros_like(slots), torch.zeros_like(slots), None
+    place, pools = state.accepted, None
     if spec.mode == "replay":
         h = state.extra
-        cursor, pools = h.cursor[slots], (h.k, h.v, h.decay, h.beta)
-        n, base = cursor % (2 * spec.history), cursor // (2 * spec.history) * spec.history
-    row = slots * spec.width + state.accepted[slots] if spec.mode == "native" else slots
-    work = torch.stack([x.to(torch.int32) for x in (row, n, base, targets)])
+        place, pools = h.cursor, (h.k, h.v, h.decay, h.beta)
     count = torch.full((1,), len(slots), dtype=torch.int32, device=slots.device)
-    advance(state.ssm, pools, count, work, target=pages, pages=pages is not None)
+    advance(state.ssm, pools, count, (slots.int(), targets.int(), place), target=pages, pages=pages is not None)
