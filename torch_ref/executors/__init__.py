@@ -40,12 +40,9 @@ def prepare(
     Native and compact: the state is unchanged. Replay: rows whose window does not fit into their history are folded
     (one rounding to ssm_dtype) and flipped to the other half. Returns the state and the receipt of this round.
     kernels: "eager" or "triton" (same bits; block_v and num_warps of config set its launches); the whole round uses it.
-    Raises ValueError when the layout is on another device than the state, and for kernels that cannot run there;
-    NotImplementedError for Triton in mode "replay".
+    Raises ValueError when the layout is on another device than the state, and for kernels that cannot run there.
     """
     check_kernels(state, kernels)
-    if kernels == "triton" and spec.mode == "replay":
-        raise NotImplementedError("kernels='triton' is not implemented for mode 'replay': use 'eager'")
     if layout.slots.device != state.ssm.device:
         raise ValueError(f"layout is on {layout.slots.device}: this state needs it on {state.ssm.device}")
     state = MODES[spec.mode].prepare(spec, state, layout, kernels)
