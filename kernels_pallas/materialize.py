@@ -28,10 +28,10 @@ def _norms(k_pool, lead, first, live, tile: Tile):
 
 
 def _load_record(pools, lead, head, key, at, rows, tile: Tile):
-    """Raw record `at`: k rows, v [M], decay, beta, all in fp32; lead = (layer, slot)."""
+    """Raw record `at`: k rows, v [M] of each part, decay, beta, all in fp32; lead = (layer, slot)."""
     k_pool, v_pool, decay_pool, beta_pool = pools
     k = load_rows(k_pool, (*lead, key, at), tile.m, tile.k, tile.levels, tile.warps)
-    v = load(v_pool.at[(*lead, head, at, rows)]).astype(jnp.float32)
+    v = [load(v_pool.at[(*lead, head, at, x)]).astype(jnp.float32) for x in rows]
     if decay_pool.shape[-1] == 1:
         decay = decay_pool[(*lead, head, at, 0)]
     else:
@@ -74,9 +74,12 @@ def _advance_kernel(
 
         @when((target >= 0) & ((n > 0) if in_place else (n >= 0)))
         def _():
-            rows = block * tile.m + lax.iota(jnp.int32, tile.m)
-            column = block * tile.m + lax.broadcasted_iota(jnp.int32, (tile.m, 1), 0)
-            s = load_pieces(state_ref, (layer, source, head), column, tile.k, tile.levels)
+            # a tile in parts of one row a lane: the compiler then takes few enough registers for four warps a scheduler
+            sub = tile._replace(m=min(tile.m, 4 * tile.warps))
+            first_row = [block * tile.m + p for p in range(0, tile.m, sub.m)]
+            rows = [at + lax.iota(jnp.int32, sub.m) for at in first_row]
+            columns = [at + lax.broadcasted_iota(jnp.int32, (sub.m, 1), 0) for at in first_row]
+            s = [load_pieces(state_ref, (layer, source, head), column, tile.k, tile.levels) for column in columns]
             if records:
                 key = lax.div(head, pools[1].shape[2] // pools[0].shape[2])
 
@@ -85,16 +88,17 @@ def _advance_kernel(
                     norms = _norms(pools[0], (layer, source, key), begin, live, tile)
 
                     def record(t, s):
-                        k, v, decay, beta = _load_record(pools, (layer, source), head, key, begin + t, rows, tile)
+                        k, v, decay, beta = _load_record(pools, (layer, source), head, key, begin + t, rows, sub)
                         norm = jnp.sum(jnp.where(lax.iota(jnp.int32, CHUNK) == t, norms, 0.0))
-                        k_hat = expand_rows([x * norm for x in k], tile.m)
-                        return step(s, k_hat, v, decay, beta, tile.levels, interpret)[0]
+                        k_hat = expand_rows([x * norm for x in k], sub.m)
+                        return [step(x, k_hat, y, decay, beta, tile.levels, interpret)[0] for x, y in zip(s, v, strict=True)]
 
                     return lax.fori_loop(0, live, record, s)
 
                 s = lax.fori_loop(0, lax.div(n + (CHUNK - 1), CHUNK), chunk, s)
             lead = (target, layer, head) if pages else (layer, target, head)
-            store_pieces(target_ref, lead, column, s, tile.k, tile.levels, eviction_policy="evict_first")
+            for column, x in zip(columns, s, strict=True):
+                store_pieces(target_ref, lead, column, x, tile.k, tile.levels, eviction_policy="evict_first")
 
         return _
 
