@@ -4,8 +4,9 @@ A round is prepare (with the folds that are due), every layer after its convolut
 compact). Times are sums of the durations of all kernels of a round, host gaps excluded, divided by the layers: with
 the default of 4 layers what all layers share (moving cursors, listing folds, accepting) weighs more than in a model of 30.
 Pools are larger than the L2 cache, requests stand at different phases, and every sweep covers each phase equally often.
-Implementations take turns, first in one order and then in the other. "other" is index arithmetic of XLA or PyTorch around the
-kernels. The share is the least number of bytes of a round, over its time, over the copy rate measured in the same run.
+Implementations take turns, first in one order and then in the other. Index arithmetic that XLA adds around the kernels counts
+("other" in the JSON); that of torch_ref, a reference, does not count for the Triton kernels that it calls. The share is the
+least number of bytes of a round, over its time, over the copy rate measured in the same run.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def measure(plan, executables: dict, sweeps: int, copy: float) -> dict:
                 samples[kind].append({name: sum(us) / (groups * layers) for name, us in events.items()})
     least, found = least_bytes(plan.spec, plan.batch, plan.accepted)["round"], {}
     for kind, taken in samples.items():
-        totals = [sum(sample.values()) for sample in taken]
+        counts = [name for name in taken[0] if not (kind == "triton" and name == OTHER)]
+        totals = [sum(sample.get(name, 0.0) for name in counts) for sample in taken]
         us = statistics.median(totals)
         parts = {name: statistics.median(s.get(name, 0.0) for s in taken) for name in taken[0]}
         found[kind] = dict(

@@ -200,14 +200,33 @@ def name_of(c: dict) -> str:
 
 
 def table(data: dict) -> tuple[list[str], list[list[str]]]:
-    """Column heads and rows for a person."""
+    """Column heads and rows for a person, one a cell."""
     rows = []
     for c in data["cells"]:
         bad = {f"{array} {pair}": n for array, pairs in c["differing"].items() for pair, n in pairs.items() if n}
-        told = c["error"].splitlines()[-1] if c["error"] else ", ".join(f"{k}: {n:,}" for k, n in bad.items()) or "0"
-        pairs = sorted({pair for pairs in c["differing"].values() for pair in pairs})
-        rows.append([name_of(c), ", ".join(pairs), f"{sum(c['compared'].values()):,}", told])
-    return ["cell", "pairs", "elements compared", "elements that differ"], rows
+        told = ", ".join(f"{k}: {n:,}" for k, n in bad.items()) or f"0 in {len(c['differing'])} arrays"
+        pairs = {pair for pairs in c["differing"].values() for pair in pairs}
+        row = [c["check"], c["rule"], c["mode"], str(c["width"]), str(c["history"] or "-"), c["ssm_dtype"], c["act_dtype"]]
+        row += [f"{c['q_heads']}/{c['k_heads']}/{c['v_heads']}", f"{c['k_dim']}x{c['v_dim']}", str(c["batch"]), str(len(pairs))]
+        rows.append([*row, f"{sum(c['compared'].values()):,}", c["error"].splitlines()[-1] if c["error"] else told])
+    heads = ["check", "rule", "mode", "W", "L", "state", "act", "heads", "K x V", "B", "pairs", "elements", "that differ"]
+    return heads, rows
+
+
+def brief(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: cells of one check, rule, mode and state dtype together."""
+    groups: dict[tuple, list[dict]] = defaultdict(list)
+    for c in data["cells"]:
+        groups[c["check"], c["rule"], c["mode"], c["ssm_dtype"]].append(c)
+    rows = []
+    for key, cells in sorted(groups.items(), key=lambda x: (CHECKS.index(x[0][0]), x[0][1:])):
+        several = lambda values: ", ".join(map(str, sorted(set(values)))) or "-"  # noqa: E731
+        widths, lengths = several(c["width"] for c in cells), several(c["history"] for c in cells if c["history"])
+        elements = sum(sum(c["compared"].values()) for c in cells)
+        errors = sum(bool(c["error"]) for c in cells)
+        told = f"{sum(map(differing_total, cells)):,}" + (f" ({errors} cells failed)" if errors else "")
+        rows.append([*key, widths, lengths, str(len(cells)), f"{elements:,}", told])
+    return ["check", "rule", "mode", "state", "W", "L", "cells", "elements compared", "that differ"], rows
 
 
 # --------------------------------------------------------------------------------------------------------------- cells

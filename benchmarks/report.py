@@ -1,4 +1,8 @@
-"""Tables of the README and docs, written from the recorded results: `<!-- table NAME -->` .. `<!-- end -->` blocks."""
+"""Tables and pictures of the README and docs, from the recorded results.
+
+Tables stand between `<!-- table NAME -->` and `<!-- end -->`, NAME being <device>/<command>, a file below benchmarks/results.
+Pictures are docs/<device>-<command>.svg, for the commands that benchmarks/plots.py can draw.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Rewrite every block in the files; NAME is <device>/<command>, a file below benchmarks/results."""
+    """Rewrite every block in the files, then draw; `ok` is False when --check finds a table that is out of date."""
+    from benchmarks import plots
+
     cells, stale = [], False
     for path in args.files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
@@ -30,7 +36,8 @@ def run(args: argparse.Namespace) -> dict:
         cells.append({"file": str(path), "tables": len(BLOCK.findall(text)), "changed": fresh != text})
         if not args.check:
             path.write_text(fresh)
-    return {"ok": not (args.check and stale), "cells": cells}
+    drawn = [] if args.check or args.files else [str(path) for path in plots.draw_all(record.RESULTS, ROOT / "docs")]
+    return {"ok": not (args.check and stale), "cells": cells, "pictures": drawn}
 
 
 def markdown(name: str) -> str:
@@ -39,7 +46,8 @@ def markdown(name: str) -> str:
     if not path.is_file():
         raise ValueError(f"table {name}: there is no result {path}; measure it with --save first")
     data = json.loads(path.read_text())
-    heads, rows = importlib.import_module(f"benchmarks.{data['name'].replace('-', '_')}").table(data)
+    module = importlib.import_module(f"benchmarks.{data['name'].replace('-', '_')}")
+    heads, rows = getattr(module, "brief", module.table)(data)
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
     source = f"`{data['command']}`, {data['device']}, jax {data['versions']['jax']}, {data['date']}"
     return "\n".join([*lines, "", f"({source})", ""])
@@ -47,4 +55,5 @@ def markdown(name: str) -> str:
 
 def table(data: dict) -> tuple[list[str], list[list[str]]]:
     """Column heads and rows for a person."""
-    return ["file", "tables", "changed"], [[c["file"], str(c["tables"]), str(c["changed"])] for c in data["cells"]]
+    rows = [[c["file"], str(c["tables"]), str(c["changed"])] for c in data["cells"]]
+    return ["file", "tables", "changed"], rows + [[path, "picture", "drawn"] for path in data["pictures"]]
