@@ -14,7 +14,8 @@ them in the place of PyTorch eager.
 
 On a GPU the inputs are raw: convolution and prologue are part of the comparison. On a CPU Pallas runs in interpret mode and
 both sides are fed the same normalised keys, gates and beta, because the exp and rsqrt of the two CPU libraries differ in
-their last bits; the output of the convolution is left out for the same reason. Exit status 1 unless nothing differs.
+their last bits; the output of the convolution is left out for the same reason. TRITON_INTERPRET=1 adds the Triton kernels,
+for fp32 state and activations. Exit status 1 unless nothing differs.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ def run(args: argparse.Namespace) -> dict:
 
     cpu = twins.device() == "cpu"
     missing = {side: reason for side in SIDES[1:] if (reason := twins.unavailable(side))}
+    if cpu and "triton" not in missing and "bf16" in [*args.state_dtype, *args.act_dtype]:
+        missing["triton"] = "its interpreter cuts values to bf16 and does not round: use --state-dtype fp32 --act-dtype fp32"
     for side in args.implementation or ():
         if side in missing:
             raise ValueError(f"--implementation {side} cannot run here: {missing[side]}")
