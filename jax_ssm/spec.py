@@ -205,7 +205,7 @@ def page_bytes(spec: SSMSpec) -> int:
 # rows of V of one program by mode (replay's projection precompute: its own entry) and ssm_dtype, as measured on an H200
 BLOCK_V = {
     "native": {"fp32": 8, "bf16": 16},
-    "compact": {"fp32": 8, "bf16": 16},
+    "compact": {"fp32": 16, "bf16": 16},
     "replay": {"fp32": 16, "bf16": 16},
     "precompute": {"fp32": 16, "bf16": 16},
 }

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, when
-from kernels_pallas.decode import Tile, request_tokens, tile_of
+from kernels_pallas.decode import Tile, next_state, request_tokens, tile_of
 from kernels_pallas.gates import inverse_norm, power_of_two
 from kernels_pallas.recurrence import (
-    expand_rows,
     load_pieces,
     load_raw_rows,
     load_rows,
     pair_levels,
     round_state,
-    step,
     store_pieces,
     to_fp32,
 )
@@ -44,7 +42,6 @@ def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _
     @when(tokens > 0)
     def _():
         s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
-        norms = _norms(k_pool, (layer, slot, key), tokens, interpret)
 
         def load_token(t):
             at = jnp.minimum(t, tokens - 1)
@@ -56,16 +53,17 @@ def _commit_kernel(slots_ref, lens_ref, k_pool, v_pool, decay_pool, beta_pool, _
                 alpha = load_rows(decay_pool, (layer, slot, head, at), tile.m, tile.k, tile.levels, tile.warps)
             return k, v, alpha, beta_pool[layer, slot, head, at]
 
-        def body(t, carry):
-            s, (k, v, alpha, beta) = carry
-            following = load_token(t + 1)
-            alpha = expand_rows(alpha, tile.m) if isinstance(alpha, list) else alpha
-            norm = jnp.sum(jnp.where(lax.iota(jnp.int32, norms.shape[0]) == t, norms, 0.0))
-            k_hat = expand_rows([x * norm for x in to_fp32(k)], tile.m)
-            s, _ = step(s, k_hat, v.astype(jnp.float32), alpha, beta, tile.levels, interpret)
-            return round_state(s, state_ref.dtype, interpret), following
+        norms = _norms(k_pool, (layer, slot, key), tokens, interpret)
 
-        s, _ = lax.fori_loop(0, tokens, body, (s, load_token(0)))
+        # a record is loaded two steps before its turn
+        def body(t, carry):
+            s, (k, *rest), following = carry
+            last = load_token(t + 2)
+            norm = jnp.sum(jnp.where(lax.iota(jnp.int32, norms.shape[0]) == t, norms, 0.0))
+            s = next_state(s, ([x * norm for x in to_fp32(k)], *rest), tile)
+            return round_state(s, state_ref.dtype, interpret), following, last
+
+        s, *_ = lax.fori_loop(0, tokens, body, (s, load_token(0), load_token(1)))
         store_pieces(state_ref, (layer, slot, head), column, s, tile.k, tile.levels, eviction_policy="evict_first")
 
 

@@ -58,56 +58,51 @@ def vector_norm(ref, lead, tile: Tile):
     return norm_of(load_vector(ref, lead, tile.k), tile)
 
 
-def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):
-    """(k^ rows, q^ rows, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`).
+def _load_query(inputs, tok, head, tile: Tile):
+    q_ref = inputs[0]
+    q_head = lax.div(head, inputs[2].shape[1] // q_ref.shape[1])
+    return load_rows(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
 
-    k^, q^ and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
+
+def _load_key(inputs, tok, head, rows, tile: Tile):
+    """(k^ rows, v [M], decay, beta) of one token row, from prologue results.
+
+    k^ and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
     """
-    raw = len(inputs) == 7
-    q_ref, k_ref, v_ref = inputs[:3]
-    heads, gates = v_ref.shape[1], inputs[3].shape[-1]
-    q_head, k_head = lax.div(head, heads // q_ref.shape[1]), lax.div(head, heads // k_ref.shape[1])
+    _, k_ref, v_ref, decay_ref, beta_ref = inputs
+    k_head = lax.div(head, v_ref.shape[1] // k_ref.shape[1])
     k = load_rows(k_ref, (tok, k_head), tile.m, tile.k, tile.levels, tile.warps)
-    q = load_rows(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
-    v = load(v_ref.at[tok, head, rows]).astype(jnp.float32)
-    if raw:
-        a_ref, b_ref, A_ref, dt_ref = (partial(_scalar, ref) for ref in inputs[3:])
-        alpha, beta = decay(a_ref(tok, head), A_ref(head), dt_ref(head), None), sigmoid(b_ref(tok, head))
-        rk, rq = vector_norm(k_ref, (tok, k_head), tile), vector_norm(q_ref, (tok, q_head), tile)
-        return [x * rk for x in k], [(x * rq) * scale for x in q], v, alpha, beta
-    decay_ref, beta_ref = inputs[3:5]
-    if gates == 1:
+    if decay_ref.shape[-1] == 1:
         alpha = decay_ref[tok, head, 0]
     else:
         alpha = load_rows(decay_ref, (tok, head), tile.m, tile.k, tile.levels, tile.warps)
-    return k, q, v, alpha, beta_ref[tok, head]
+    return k, load(v_ref.at[tok, head, rows]), alpha, beta_ref[tok, head]
+
+
+def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):
+    """`_load_key` and q^ rows of one token row, from prologue results or from raw inputs."""
+    if len(inputs) == 5:
+        return *_load_key(inputs, tok, head, rows, tile), _load_query(inputs, tok, head, tile)
+    q_ref, k_ref, v_ref = inputs[:3]
+    q_head, k_head = (lax.div(head, v_ref.shape[1] // ref.shape[1]) for ref in (q_ref, k_ref))
+    k = load_rows(k_ref, (tok, k_head), tile.m, tile.k, tile.levels, tile.warps)
+    q = load_rows(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
+    v = load(v_ref.at[tok, head, rows])
+    a_ref, b_ref, A_ref, dt_ref = (partial(_scalar, ref) for ref in inputs[3:])
+    alpha, beta = decay(a_ref(tok, head), A_ref(head), dt_ref(head), None), sigmoid(b_ref(tok, head))
+    rk, rq = vector_norm(k_ref, (tok, k_head), tile), vector_norm(q_ref, (tok, q_head), tile)
+    return [x * rk for x in k], v, alpha, beta, [(x * rq) * scale for x in q]
 
 
 def _scalar(ref, *at):
     return ref[at].astype(jnp.float32)
 
 
-def _walk(s, tokens, width: int, load_token, emit, dtype, tile: Tile):
-    """Tokens 0..tokens-1 from state pieces s: emit(t, o [M], rounded pieces, inputs) for each, from the unrounded state o."""
-
-    def advance(t, s, x):
-        k, q, v, alpha, beta = x
-        alpha = expand_rows(alpha, tile.m) if isinstance(alpha, list) else alpha
-        s, _ = step(s, expand_rows(k, tile.m), v, alpha, beta, tile.levels, tile.interpret)
-        o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
-        s = round_state(s, dtype, tile.interpret)
-        emit(t, o, s, x)
-        return s
-
-    def body(t, carry):
-        s, x = carry
-        following = load_token(jnp.minimum(t + 1, tokens - 1))
-        return advance(t, s, x), following
-
-    if width == 1:
-        advance(0, s, load_token(0))
-    else:
-        lax.fori_loop(0, tokens, body, (s, load_token(0)))
+def next_state(s, key, tile: Tile):
+    """State pieces after one token (k^ rows, v, decay, beta), not rounded."""
+    k, v, alpha, beta = key
+    alpha = expand_rows(alpha, tile.m) if isinstance(alpha, list) else alpha
+    return step(s, expand_rows(k, tile.m), v.astype(jnp.float32), alpha, beta, tile.levels, tile.interpret)[0]
 
 
 def zero_rows(o_ref, cu_ref, head, r, rows):
@@ -143,20 +138,29 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
     def _():
         s = load_pieces(state_ref, (layer, slot * width + offset, head), column, tile.k, tile.levels)
 
-        def emit(t, o, s, x):
+        def token(t):
+            return _load_token(inputs, first + jnp.minimum(t, tokens - 1), head, rows, tile, scale)
+
+        def body(t, carry):
+            s, (*key, q) = carry
+            following = token(t + 1)
+            s = next_state(s, key, tile)
+            o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
+            s = round_state(s, state_ref.dtype, tile.interpret)
             store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
             at = (layer, slot * width + t, head)
             store_pieces(state_ref, at, column, s, tile.k, tile.levels, eviction_policy="evict_first")
+            return s, following
 
-        def load_token(t):
-            return _load_token(inputs, first + t, head, rows, tile, scale)
-
-        _walk(s, tokens, width, load_token, emit, state_ref.dtype, tile)
+        if width == 1:
+            body(0, (s, token(0)))
+        else:
+            lax.fori_loop(0, tokens, body, (s, token(0)))
 
     clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, rows)
 
 
-def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale, tile, interpret):
+def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, tile, interpret):
     *inputs, k_raw, state_ref, _, _, _, _, o_ref, k_pool, v_pool, decay_pool, beta_pool = refs
     layer, block, head, r = layer_ref[0], program_id(0), program_id(1), program_id(2)
     rows = block * tile.m + lax.iota(jnp.int32, tile.m)
@@ -169,14 +173,21 @@ def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, scale,
     def _():
         s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
 
-        def emit(t, o, s, x):
+        # The next key and query take the registers of the last ones as soon as these are used up. Each load is followed by
+        # a store, since the compiler moves loads that nothing follows to the end, where they hide nothing.
+        def body(t, carry):
+            s, key, q = carry
+            following = first + jnp.minimum(t + 1, tokens - 1)
+            s, v = next_state(s, key, tile), key[1]
+            key = _load_key(inputs, following, head, rows, tile)
+            store(v_pool.at[layer, slot, head, t, rows], v)
+            o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
+            q = _load_query(inputs, following, head, tile)
             store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
-            store(v_pool.at[layer, slot, head, t, rows], x[2].astype(v_pool.dtype))
+            return round_state(s, state_ref.dtype, tile.interpret), key, q
 
-        def load_token(t):
-            return _load_token(inputs, first + t, head, rows, tile, scale)
-
-        _walk(s, tokens, width, load_token, emit, state_ref.dtype, tile)
+        start = (s, _load_key(inputs, first, head, rows, tile), _load_query(inputs, first, head, tile))
+        lax.fori_loop(0, tokens, body, start)
 
         t = lax.iota(jnp.int32, power_of_two(width))
         token, used = t[:, None], (t < tokens)[:, None]
@@ -259,7 +270,6 @@ def compact(state, window, row, slots, verify_len, cu, inputs, k_raw, *, width: 
         num_warps=num_warps,
         aliases={first + i: 1 + i for i in range(len(window))},
         width=width,
-        scale=1.0,
         tile=tile,
     )(*operands)
     return o, tuple(window)

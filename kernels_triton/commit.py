@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_triton.decode import check_sizes, expand_gate, load_gate, request_tokens
+from kernels_triton.decode import check_sizes, expand_gate, load_gate, registers, request_tokens
 from kernels_triton.gates import inverse_norm
 from kernels_triton.launch import launch
 from kernels_triton.recurrence import (
@@ -59,15 +59,18 @@ def _commit_kernel(
         k_at, v_at, decay_at, beta_at = k_pool + key * K, v_pool + record * V, decay_pool + record * G, beta_pool + record
         s = load_pieces(state_at, column, K, None, 0.0, K, LEVELS)
         norms = _norms(k_at, tokens, K, W2, KEY_LEVELS)
+        # a record is loaded two steps before its turn
         x = _load_record(k_at, v_at, decay_at, beta_at, rows, 0, K, V, G, M, LEVELS, WARPS)
+        y = _load_record(k_at, v_at, decay_at, beta_at, rows, tl.minimum(1, tokens - 1), K, V, G, M, LEVELS, WARPS)
         for t in range(tokens):
-            at = tl.minimum(t + 1, tokens - 1)
-            following = _load_record(k_at, v_at, decay_at, beta_at, rows, at, K, V, G, M, LEVELS, WARPS)
+            at = tl.minimum(t + 2, tokens - 1)
+            z = _load_record(k_at, v_at, decay_at, beta_at, rows, at, K, V, G, M, LEVELS, WARPS)
             norm = tl.sum(tl.where(tl.arange(0, W2) == t, norms, 0.0), axis=0)
             k_hat = expand_rows(times(to_fp32(x[0]), (norm,)), M)
             s, _ = step(s, k_hat, x[1].to(tl.float32), expand_gate(x[2], M, G), x[3], LEVELS)
             s = round_state(s, state_ptr.dtype.element_ty)
-            x = following
+            x = y
+            y = z
         store_pieces(state_at, column, K, s, None, K, LEVELS, "evict_first")
 
 
@@ -86,6 +89,6 @@ def commit(state, k, v, decay, beta, slots, lengths, *, block_v: int = 8, num_wa
             slots, lengths, k, v, decay, beta, state, slots_total, r,
             k.shape[2], heads, k.shape[3], k_dim, v_dim, decay.shape[-1], m,
             pair_levels(state.dtype, k_dim), pair_levels(k.dtype, k_dim), num_warps, triton.next_power_of_2(k.shape[3]),
-            num_warps=num_warps,
+            num_warps=num_warps, registers=registers(m, k_dim, num_warps),
         )  # fmt: skip
     return state

@@ -193,6 +193,12 @@ def _compact_kernel(
     clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 
+def registers(m: int, k_dim: int, num_warps: int) -> int | None:
+    """Limit on the registers of a thread for kernels that compute on a tile for several tokens: 128, with which 16 warps fit a
+    multiprocessor, while the tile leaves room for it."""
+    return 128 if m * k_dim <= 2048 * num_warps else None
+
+
 def check_sizes(state: torch.Tensor) -> None:
     """ValueError unless head sizes K and V are among the supported ones."""
     for name, n in zip("VK", state.shape[-2:], strict=True):
@@ -238,12 +244,13 @@ def compact(state, window, row, slots, verify_len, cu, inputs, k_raw, *, width: 
     q, k, v, decays, betas = inputs
     _, slots_total, heads, v_dim, k_dim = state.shape
     m, o, r = min(block_v, v_dim), torch.empty_like(v), slots.shape[0]
+    fits = decays.shape[-1] == 1 and state.dtype == torch.float32  # with decays as vectors, or rounding, registers would spill
     if r:
         launch(
             _compact_kernel, (v_dim // m, heads, r),
             slots, verify_len, cu, q, k, v, decays, betas, k_raw, state, *window, row, o,
             slots_total, r, v.shape[0], width, triton.next_power_of_2(width),
             q.shape[1], k.shape[1], heads, k_dim, v_dim, decays.shape[-1], m, pair_levels(state.dtype, k_dim), num_warps,
-            num_warps=num_warps,
+            num_warps=num_warps, registers=registers(m, k_dim, num_warps) if fits else None,
         )  # fmt: skip
     return o

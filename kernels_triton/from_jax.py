@@ -90,7 +90,7 @@ def _run(host, written, *args, extra=(), **static):
     fresh = [x for x in returned if id(x) not in arrays]
     if launch is None:
         return [jnp.zeros(_aval(x).shape, _aval(x).dtype) for x in fresh], [*written, *extra]
-    kernel, grid, values, num_warps = launch
+    kernel, grid, values, *options = launch
     operands, results, numbers = _arrays(kernel, values, arrays, written)
     types = [triton_lib.get_triton_type(jax.core.ShapedArray(x.shape, x.dtype)) for x in [*operands, *map(_aval, results)]]
     if extra and results:
@@ -102,7 +102,7 @@ def _run(host, written, *args, extra=(), **static):
         [_aval(x) for x in results],
         input_output_aliases={_find(operands, x): i for i, x in enumerate(results) if not isinstance(x, torch.Tensor)},
         custom_call_api_version=2,
-        legacy_backend_config=_compiled(kernel, tuple(types), grid, num_warps, tuple(numbers.items())),
+        legacy_backend_config=_compiled(kernel, types, grid, numbers, *options),
     )(*operands)
     return [out[_find(results, x)] for x in fresh], [out[_find(results, x)] for x in (*written, *extra)]
 
@@ -111,13 +111,20 @@ def _find(arrays, x) -> int:
     return next(i for i, y in enumerate(arrays) if y is x)
 
 
-def _compiled(kernel, types, grid, num_warps: int, numbers) -> bytes:
+def _compiled(kernel, types, grid, numbers, num_warps: int, registers: int | None) -> bytes:
     """Backend configuration of a custom call: the compiled kernel, its grid, and one pointer an array."""
     lib = triton_lib.triton_kernel_call_lib
-    module, attributes = triton_lib.get_or_create_triton_kernel(
-        triton_lib.get_cuda_backend, "cuda", kernel, list(types), (),
-        num_warps=num_warps, num_stages=1, num_ctas=1, compute_capability=None, enable_fp_fusion=False,
-        metaparams=dict(numbers), dump=False,
+
+    def backend(device, compute_capability):
+        backend = triton_lib.get_cuda_backend(device, compute_capability)
+        if registers is not None:  # an option of Triton that jax-triton does not pass on
+            parse = backend.parse_options
+            backend.parse_options = lambda options: parse(options | {"maxnreg": registers})
+        return backend
+
+    module, _ = triton_lib.get_or_create_triton_kernel(
+        backend, "cuda", kernel, types, (), num_warps=num_warps, num_stages=1, num_ctas=1, compute_capability=None,
+        enable_fp_fusion=False, metaparams=numbers, dump=False,
     )  # fmt: skip
     pointers = [lib.create_array_parameter(0, 16) for _ in types]
     call = lib.TritonKernelCall(module, *grid, *(1,) * (3 - len(grid)), pointers)

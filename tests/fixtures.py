@@ -93,9 +93,9 @@ def run_layers(spec, state, receipt, x, inputs, params):
     return lax.scan(layer, state, (jnp.arange(spec.layers), x, params[0], params[1], inputs))
 
 
-def whole_round(spec, state, ids, offsets, x, inputs, params, lengths):
+def whole_round(spec, state, ids, offsets, x, inputs, params, lengths, config=ssm.KernelConfig()):
     """Layout, prepare, all layers, accept. Returns state, (y, o), receipt."""
-    state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, offsets))
+    state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, offsets), config)
     state, out = run_layers(spec, state, receipt, x, inputs, params)
     return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), lengths)), out, receipt
 

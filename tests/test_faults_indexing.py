@@ -34,6 +34,7 @@ from oracle import rel_l2
 import jax_ssm as ssm
 from jax_ssm import state as state_module
 from jax_ssm.executors import native
+from jax_ssm.kernels import refusal
 
 MODES = ("native", "compact", "replay")
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -96,7 +97,8 @@ def test_I1_no_index_is_a_product_of_strides(mode):
 
 
 def decode_in_a_random_pool(spec, slots, implementation):
-    """One decode step of `slots` in a random pool: they equal the oracle, every other slot keeps its bits (by checksum)."""
+    """One decode step of `slots` in a random pool, merged: they equal the oracle, every other slot keeps its bits (by
+    checksum)."""
     slots, rng = np.array(slots, np.int32), np.random.default_rng(0)
     tokens, params = draw_tokens(spec, rng, 3), draw_params(spec)
     config = ssm.KernelConfig(implementation=implementation)
@@ -108,7 +110,8 @@ def decode_in_a_random_pool(spec, slots, implementation):
     def step(state, ids, inputs):
         state, receipt = ssm.prepare(spec, state, ssm.build_layout(spec, ids, jnp.zeros_like(ids)), config)
         state, _ = ssm.forward(spec, state, receipt, 0, inputs)
-        return ssm.accept(spec, state, ssm.StateAcceptance((receipt,), jnp.ones_like(ids)))
+        state = ssm.accept(spec, state, ssm.StateAcceptance((receipt,), jnp.ones_like(ids)))
+        return ssm.merge(spec, state, ids, config)
 
     state = ssm.init_state(spec)
     state = state.replace(ssm=jax.random.normal(jax.random.key(0), state.ssm.shape, jnp.bfloat16))
@@ -123,17 +126,21 @@ def decode_in_a_random_pool(spec, slots, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_I1_slots_beyond_the_32_bit_limit(implementation):
+@pytest.mark.parametrize("mode", ["native", "replay"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas", "triton"])
+def test_I1_slots_beyond_the_32_bit_limit(implementation, mode):
     """I1 for real: 4,100 bf16 slots of 32 heads x 128 x 128 (4.3 GB); slots 4,095, 4,096 and 4,099 around 2^31 elements."""
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU with 10 GB")
-    sizes = dict(layers=1, slots=4101, q_heads=16, k_heads=16, v_heads=32, k_dim=128, v_dim=128)
+    if (reason := refusal(implementation)) is not None:
+        pytest.skip(reason)
+    sizes = dict(layers=1, slots=4101, q_heads=16, k_heads=16, v_heads=32, k_dim=128, v_dim=128, mode=mode, history=4)
     decode_in_a_random_pool(ssm.SSMSpec("gdn", **sizes, ssm_dtype="bf16"), [4095, 4096, 4099], implementation)
 
 
-def test_I1_the_same_in_a_small_pool():
-    decode_in_a_random_pool(small_spec(ssm_dtype="bf16"), [7, 3, 5], "xla")
+@pytest.mark.parametrize("mode", ["native", "replay"])
+def test_I1_the_same_in_a_small_pool(mode):
+    decode_in_a_random_pool(small_spec(ssm_dtype="bf16", mode=mode, history=4), [7, 3, 5], "xla")
 
 
 # ------------------------------------------------------------------------------------------------ ids that are no slots

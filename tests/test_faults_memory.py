@@ -10,6 +10,7 @@ import pytest
 from fixtures import draw_params, draw_tokens, fs_spec, layer_inputs, open_round, prompt_chunk, quick_jit, whole_round
 
 import jax_ssm as ssm
+from jax_ssm.kernels import refusal
 
 MODES = ("native", "compact", "replay")
 
@@ -104,6 +105,37 @@ def test_M1_no_pool_is_copied(mode, verb):
         assert memory.alias_size_in_bytes == bytes_of(donated)
         assert memory.temp_size_in_bytes < bytes_of(state) // 20, f"{memory.temp_size_in_bytes} B of {bytes_of(state)} B"
         assert not pool_moves(compiled.as_text(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+@pytest.mark.parametrize("mode", MODES)
+def test_M1_no_pool_is_copied_on_a_gpu(mode, implementation):
+    """M1, V9, R84: decode, verify, accept, merge and export of the kernels, all layers in one loop: donated bytes are aliased,
+    temporaries stay below 5 % of the pools, and the optimised program copies or converts no pool."""
+    if (reason := refusal(implementation)) is not None:
+        pytest.skip(reason)
+    config = ssm.KernelConfig(implementation)
+    for width in (4,) if mode == "compact" else (1, 4):
+        spec = pool_spec(mode, width=width, k_dim=128, ssm_dtype="bf16", slots=4096)
+        state = jax.eval_shape(partial(ssm.init_state, spec))
+        pages = jax.eval_shape(partial(ssm.init_pages, spec, 64))
+        t = 4 * width
+        x, inputs, params = abstract_inputs(spec, t)
+        programs = {
+            "round": (partial(whole_round, spec, config=config), 0, (state, ints(t), ints(t), x, inputs, params, ints(t))),
+            "merge": (lambda s, slots, spec=spec: ssm.merge(spec, s, slots, config), 0, (state, ints(4))),
+            "export": (
+                lambda s, p, ids, slots, n, spec=spec: ssm.export_into(spec, s, p, ids, slots, n, config),
+                1, (state, pages, ints(4), ints(4), ints()),
+            ),
+        }  # fmt: skip
+        for name, (fn, donated, args) in programs.items():
+            compiled = jax.jit(fn, donate_argnums=donated).lower(*args).compile()
+            memory = compiled.memory_analysis()
+            assert memory.alias_size_in_bytes >= bytes_of(args[donated]), (name, width)
+            assert memory.temp_size_in_bytes < bytes_of(state) // 20, (name, width, memory.temp_size_in_bytes)
+            assert not pool_moves(compiled.as_text(), state), (name, width)
 
 
 @pytest.mark.parametrize("mode", MODES)
