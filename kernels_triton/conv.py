@@ -25,11 +25,12 @@ def _conv_kernel(
     WINDOW: tl.constexpr = TAPS - 1 + W - 1
     r = tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     zero_rows(y_ptr, cu_ptr, 0, r, c, R, T, 1, C)
     if tokens > 0:
         first, offset = tl.load(cu_ptr + r).to(tl.int64), tl.load(offset_ptr + r)
-        column = pool_ptr + ((layer_row(layer) * S + slot) * C + c) * WINDOW
+        column = pool_ptr + ((layer * S + slot) * C + c) * WINDOW
         inputs = ()
         for i in tl.static_range(TAPS - 1):
             inputs = inputs + (tl.load(column + offset + i),)

@@ -120,11 +120,12 @@ def _native_kernel(
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
     offset = tl.load(offset_ptr + r)
     if tokens > 0:
-        base = layer_row(layer) * S * W + slot * W
+        base = layer * S * W + slot * W
         s = load_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
             q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
@@ -157,10 +158,11 @@ def _compact_kernel(
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
     if tokens > 0:
-        slot += layer_row(layer) * S
+        slot += layer * S
         record = (slot * HV + head) * W  # of token 0 in the pools per value head
         s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(

@@ -121,11 +121,12 @@ def _gdn_kernel(
     """Steps 1 and 2 of GDN for one request and key head, and the records k, decay, beta."""
     head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HEADS
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     if tokens > 0:
         n, base = live_half(cursor_ptr, slot, L)
-        row, key_head = layer_row(layer) * S + slot, head // (HEADS // KH)
+        row, key_head = layer * S + slot, head // (HEADS // KH)
         key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
         j, i = tl.arange(0, M), tl.arange(0, N)
         t, is_q = i // 2, i % 2 == 1
@@ -195,11 +196,12 @@ def _kda_kernel(
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request and head, and the records k, decay, beta."""
     head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     if tokens > 0:
         n, base = live_half(cursor_ptr, slot, L)
-        record, token, own = ((layer_row(layer) * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
+        record, token, own = ((layer * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
         j, i, channel = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)[None, :]
         t, is_q = i // 2, i % 2 == 1
         keys = _rows(k_pool + record * K, j, K, j < n, K)
@@ -301,12 +303,13 @@ def _outputs_kernel(
 ):  # fmt: skip
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     rows = block * M + tl.arange(0, M)
     if tokens > 0:
         # every load before the first use; the state first: it is nearly all of the traffic, and depends only on the slot
-        row, own = (layer_row(layer) * S + slot) * HV + head, r * HV + head
+        row, own = (layer * S + slot) * HV + head, r * HV + head
         n, base = live_half(cursor_ptr, slot, L)
         i, piece, j = tl.arange(0, COLUMNS), tl.arange(0, P)[None, :], tl.arange(0, DOT)[None, :]
         state = load_tiles(state_ptr + row * (V * K) + rows[:, None] * K + piece, K // P, P)

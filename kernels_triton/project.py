@@ -122,11 +122,12 @@ def _gdn_kernel(
     records."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     BLOCKS: tl.constexpr = L // M
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     if tokens > 0:
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
-        row, key_head, GROUP = layer_row(layer) * S + slot, head // (HEADS // KH), HV // HEADS
+        row, key_head, GROUP = layer * S + slot, head // (HEADS // KH), HV // HEADS
         key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
         q_ptr, k_ptr = q_ptr + (first * H + head // (HEADS // H)) * K, k_ptr + (first * KH + key_head) * K
         token = tl.arange(0, W2)[None, :]
@@ -210,11 +211,12 @@ def _kda_kernel(
     """Steps 1 and 2 of KDA for one request, head and M records: c_jt; one more block does P(0->t) x and the records."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     BLOCKS: tl.constexpr = L // M
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     if tokens > 0:
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
-        record, token, own = ((layer_row(layer) * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
+        record, token, own = ((layer * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
         q_ptr, k_ptr, a_ptr, raw_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K, raw_ptr + token * K
         old_key, old_decay = k_pool + record * K, decay_pool + record * K
         if (block < BLOCKS) & (block * M < n + tokens):
@@ -344,13 +346,14 @@ def _outputs_kernel(
 ):  # fmt: skip
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     rows = block * M + tl.arange(0, M)
     column = rows[:, None]
     if tokens > 0:
         first = tl.load(cu_ptr + r).to(tl.int64)
         n, base = live_half(cursor_ptr, slot, L)
-        row = (layer_row(layer) * S + slot) * HV + head
+        row = (layer * S + slot) * HV + head
         state = load_pieces(state_ptr + row * (V * K), column, K, column < V, 0.0, K, LEVELS)
         d_at, v_at = d_pool + (row * (2 * L) + base) * V, v_pool + (row * (2 * L) + base + n) * V
         d_old = ()
