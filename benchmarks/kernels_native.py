@@ -1,9 +1,10 @@
 """Native and compact kernels on one GPU: bits against PyTorch eager, then device time, Pallas and Triton in one process.
 
 Every case runs one layer of a round through the public verbs, prologue included: torch_ref with kernels="eager" (the
-reference), torch_ref with kernels="triton", and jax_ssm with implementation="pallas", all from the same bits. Then each
-kernel is timed by its device durations (CUPTI through the PyTorch profiler) over calls on other random slots of a pool
-far larger than L2. Times are microseconds a layer call, medians, summed over the kernels of the call.
+reference), torch_ref with kernels="triton", and jax_ssm with implementation="pallas" and, where jax-triton is installed,
+"triton" (`jaxtriton`), all from the same bits. Then each kernel is timed by its device durations (CUPTI through the PyTorch
+profiler) over calls on other random slots of a pool far larger than L2. Times are microseconds a layer call, medians,
+summed over the kernels of the call.
 
     python -m benchmarks.kernels_native --out results.json [--budget seconds] [--batches 128 8 1]
 """
@@ -16,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -32,6 +34,7 @@ import torch_ref
 from jax_ssm.executors import accept as jax_accept
 from jax_ssm.executors import forward as jax_forward
 from jax_ssm.gates import LinearInputs as JaxInputs
+from jax_ssm.kernels import refusal
 from jax_ssm.spec import KernelConfig, SSMSpec
 from torch_ref.gates import LinearInputs
 
@@ -218,16 +221,19 @@ def run_triton(case: Case, row: dict, want, want_state, config: KernelConfig) ->
     row["triton_span"] = graph_span(partial(case.torch_forward, state, receipts), CALLS)
 
 
-def run_pallas(case: Case, row: dict, want, want_state, config: KernelConfig) -> None:
-    start = time.time()
-    run = case.jax_rounds(config)
+def run_jax(name: str, implementation: str, case: Case, row: dict, want, want_state, config: KernelConfig) -> None:
+    if (reason := refusal(implementation)) is not None:
+        raise NotImplementedError(reason)
+    start, parts = time.time(), JAX_PARTS if implementation == "pallas" else TORCH_PARTS
+    run = case.jax_rounds(replace(config, implementation=implementation))
     state, o = jax.block_until_ready(run(*case.jax_state(), 1))
-    row["pallas_first_s"] = round(time.time() - start, 2)
-    row["pallas_bits"] = dict(o=different(to_torch(o), want), ssm=different(to_torch(state.ssm), want_state.ssm))
+    row[f"{name}_first_s"] = round(time.time() - start, 2)
+    row[f"{name}_bits"] = dict(o=different(to_torch(o), want), ssm=different(to_torch(state.ssm), want_state.ssm))
     times = device_times(lambda: jax.block_until_ready(run(state, o, CALLS)))
-    row["pallas"] = kernel_sum(times, JAX_PARTS)
-    row["raw"] |= {name: ts for name, ts in times.items() if "ssm_" in name}
-    row["pallas_other"] = {name[:40]: round(sum(ts) / CALLS, 2) for name, ts in times.items() if "ssm_" not in name}
+    row[name] = kernel_sum(times, parts)
+    mine = {kernel: any(part in kernel for part in parts.values()) for kernel in times}
+    row["raw"] |= {f"{name} {kernel}": ts for kernel, ts in times.items() if mine[kernel]}
+    row[f"{name}_other"] = {kernel[:40]: round(sum(ts) / CALLS, 2) for kernel, ts in times.items() if not mine[kernel]}
 
 
 def run_case(rule, mode, ssm, width, batch, launches, record) -> None:
@@ -239,7 +245,8 @@ def run_case(rule, mode, ssm, width, batch, launches, record) -> None:
     case.torch_accept(want_state, receipts, 0)
     for block_v, warps in launches:
         row = dict(rule=rule, mode=mode, ssm=ssm, width=width, batch=batch, block_v=block_v, num_warps=warps, raw={})
-        for name, run in (("triton", run_triton), ("pallas", run_pallas)):
+        in_jax = {name: partial(run_jax, name, kind) for name, kind in (("pallas", "pallas"), ("jaxtriton", "triton"))}
+        for name, run in {"triton": run_triton, **in_jax}.items():
             try:
                 run(case, row, want, want_state, KernelConfig("pallas", block_v, warps))
             except Exception as e:  # a failing variant must not end the run
@@ -261,7 +268,7 @@ def summary(row) -> str:
         return f"{bits} {row.get(name)} {row.get(f'{name}_error', '')}"
 
     key = " ".join(str(row[name]) for name in ("rule", "mode", "ssm", "width", "batch", "block_v", "num_warps"))
-    return f"{key} | T {side('triton')} span {row.get('triton_span')} | P {side('pallas')} other {row.get('pallas_other')}"
+    return f"{key} | T {side('triton')} span {row.get('triton_span')} | P {side('pallas')} | J {side('jaxtriton')}"
 
 
 def main(argv=None) -> None:
