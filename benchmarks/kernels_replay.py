@@ -72,19 +72,20 @@ def triton_prepare(spec, state, layout, launch):
 
 
 def triton_forward(spec, state, layout, row, x, launch, pre_warps=1):
-    from kernels_triton import project
+    from kernels_triton import precompute, project
     from kernels_triton.gates import prologue
 
+    module = precompute if spec.precompute else project
     h, index = state.extra, (row, layout.slots, layout.verify_len, layout.cu)
     if spec.rule == "gdn":
         tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
     else:
         core = prologue(x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound)
         tokens = (*core, x.k)
-    window = project.coefficients(
+    window = module.coefficients(
         index, h.forward_cursor, tokens, pools(h, "k decay beta"), width=spec.width, scale=spec.scale, num_warps=pre_warps
     )
-    return project.outputs(index, h.forward_cursor, x.v, window, state.ssm, pools(h, "v d"), gdn=spec.rule == "gdn", **launch)
+    return module.outputs(index, h.forward_cursor, x.v, window, state.ssm, pools(h, "v d"), gdn=spec.rule == "gdn", **launch)
 
 
 def jax_state(state: torch_ref.ConvSSMState) -> ConvSSMState:
@@ -299,8 +300,10 @@ HEADS = {"gdn": dict(q_heads=16, k_heads=16, v_heads=32), "kda": dict(q_heads=32
 
 def times(plan) -> list[dict]:
     rows = []
-    for rule, ssm, w, batch, spread, variants in plan:
+    for name, ssm, w, batch, spread, variants in plan:
+        rule, *projection = name.split()
         fields = dict(rule=rule, ssm_dtype=ssm, width=w, history=16, k_dim=128, v_dim=128, **HEADS[rule])
+        fields |= dict(zip(["projection"], projection, strict=False))
         bench = Bench(batch, spread, **fields)
         for implementation, *launch in variants:
             try:
@@ -310,11 +313,11 @@ def times(plan) -> list[dict]:
                     out = bench.time_pallas(KernelConfig("pallas", **launch[0]), *launch[1:])
             except Exception as error:  # noqa: BLE001 - one variant that does not build must not cost the others
                 out = {"(error)": str(error)[:300]}
-            row = dict(rule=rule, ssm=ssm, w=w, batch=batch, spread=spread, implementation=implementation, launch=str(launch))
+            row = dict(rule=name, ssm=ssm, w=w, batch=batch, spread=spread, implementation=implementation, launch=str(launch))
             rows.append(row | {"us": total(out), "kernels": out})
             short = {n.replace("_kernel", "")[:22]: round(us, 1) for n, us in list(out.items())[:6]}
             print(
-                rule, ssm, f"W{w} B{batch}", "spread" if spread else "sync", implementation, launch, f"{total(out):.1f}", short
+                name, ssm, f"W{w} B{batch}", "spread" if spread else "sync", implementation, launch, f"{total(out):.1f}", short
             )
             sys.stdout.flush()
         del bench
@@ -343,6 +346,8 @@ def default_plan():
         ("gdn", "bf16", 4, 128, False, [*both, *folds]),
         ("kda", "fp32", 1, 128, False, [("triton", at(16), at(16), 1), ("pallas", at(16), at(32))]),
         ("kda", "fp32", 4, 128, False, [("triton", at(16), at(32), 1), ("pallas", at(8), at(16))]),
+        ("gdn precompute", "fp32", 4, 128, False, [("triton", at(16), at(16), None), ("pallas", at(16))]),
+        ("gdn precompute", "bf16", 4, 128, False, [("triton", at(16), at(16), None), ("pallas", at(16))]),
     ]
 
 
