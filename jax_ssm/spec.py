@@ -202,11 +202,13 @@ def page_bytes(spec: SSMSpec) -> int:
     return spec.layers * (ssm + conv)
 
 
-# rows of V of one program by mode (replay's projection precompute: its own entry) and ssm_dtype, as measured on an H200
+# rows of V of one program by mode (replay: windows of one token, longer ones, and those of projection precompute) and
+# ssm_dtype, as measured on an H200
 BLOCK_V = {
     "native": {"fp32": 8, "bf16": 16},
     "compact": {"fp32": 16, "bf16": 16},
-    "replay": {"fp32": 16, "bf16": 16},
+    "replay": {"fp32": 8, "bf16": 16},
+    "replay verify": {"fp32": 16, "bf16": 16},
     "precompute": {"fp32": 16, "bf16": 16},
 }
 
@@ -230,7 +232,7 @@ class KernelConfig:
 
     def launch(self, spec: SSMSpec) -> dict[str, int]:
         """Launch arguments of the kernels that run a window."""
-        kind = "precompute" if spec.precompute else spec.mode
+        kind = "precompute" if spec.precompute else "replay verify" if spec.mode == "replay" and spec.width > 1 else spec.mode
         return {"block_v": self.block_v or BLOCK_V[kind][spec.ssm_dtype], "num_warps": self.num_warps}
 
 

@@ -56,7 +56,7 @@ def plan(cursor, forward_cursor, slots, verify_len, *, length: int):
     )(slots, verify_len, cursor, forward_cursor)
 
 
-def prepare(state, pools, cursor, forward_cursor, slots, verify_len, *, block_v: int = 32, num_warps: int = 1):
+def prepare(state, pools, cursor, forward_cursor, slots, verify_len, *, block_v: int = 16, num_warps: int = 1):
     """Open a round of mode "replay": fold what must be folded, move the cursors, publish the forward's copy.
 
     state [layers, S, HV, V, K], pools (k, v, decay, beta) as for `materialize.advance`, cursors and rows as for `plan`.

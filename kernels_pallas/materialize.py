@@ -107,7 +107,7 @@ def _advance_kernel(
 
 
 def advance(
-    state, pools, count, items, *, target=None, token=None, pages: bool = False, block_v: int = 32, num_warps: int = 1
+    state, pools, count, items, *, target=None, token=None, pages: bool = False, block_v: int = 16, num_warps: int = 1
 ):  # fmt: skip
     """Write the accepted states of a list of slots, all layers.
 

@@ -31,6 +31,7 @@ RECORD_LEVELS = 2
 ROWS = 8  # records of one program of a pre-kernel
 STEP = 4  # records whose decays are in flight at a time
 UNROLL = 8  # windows up to this width are unrolled
+AHEAD = 1  # rows of x and c that are in flight
 
 
 def iota(n: int, axis: int):
@@ -314,13 +315,16 @@ def _outputs_kernel(
             every = jnp.zeros_like(rows)  # a whole tile, or d and c get different layouts
             return [load(coef_ref.at[r, head, i, cols + every], mask=cols + every < n, other=zero) for cols in columns]
 
-        def project(i):
-            """Checkpoint and live records under row i of x: steps 3 to 5."""
-            x = load_row_pieces(x_ref, (r, x_head, i), block_v, k_dim, levels, warps)
+        def fetch(i):
+            """Row i of x and of c."""
+            return load_rows(x_ref, (r, x_head, i), block_v, k_dim, levels, warps), load_coefficients(i)
+
+        def project(i, row):
+            """Checkpoint and live records under row i of x and c: steps 3 to 5."""
+            x, c = expand_rows(row[0], block_v), row[1]
             lanes = lane_sums([a * b for a, b in zip(state, x, strict=True)], levels)
             if gdn:
                 lanes = lanes * load(scalar_ref.at[r, head, i - lax.rem(i, 2)])
-            c = load_coefficients(i)
             return finish(lanes + lane_sums([d * a for d, a in zip(d_old, c, strict=True)], RECORD_LEVELS), interpret)
 
         def window(h, i, d_new, limit=None):
@@ -345,15 +349,21 @@ def _outputs_kernel(
 
             def body(t, d_new):
                 v = load_v(t)
-                d = solve(v, window(project(2 * t), 2 * t, d_new, t), t)
+                d = solve(v, window(project(2 * t, fetch(2 * t)), 2 * t, d_new, t), t)
                 d_new = [jnp.where(i == t, d, x) for i, x in enumerate(d_new)]
-                put(t, v, d, window(project(2 * t + 1), 2 * t + 1, d_new, t + 1))
+                o = project(2 * t + 1, fetch(2 * t + 1))
+                put(t, v, d, window(o, 2 * t + 1, d_new, t + 1))
                 return d_new
 
             lax.fori_loop(0, tokens, body, [jnp.zeros((block_v,), jnp.float32)] * width)
         else:
-            # all projections before the substitution, which is a chain: the compiler then overlaps them
-            h = [project(scalar(i)) for i in range(2 * width)]
+            # all projections before the substitution, which is a chain: the compiler then overlaps them; rows of a longer
+            # window are fetched ahead of their turn, or a warp waits for every one of them
+            x, h = [fetch(scalar(i)) for i in range(AHEAD if width > 1 else 0)], []
+            for i in range(2 * width):
+                if len(x) < 2 * width:
+                    x.append(fetch(scalar(len(x))))
+                h.append(project(scalar(i), x[i]))
             v, d_new, o = [], [], []
             for t in range(width):
                 v.append(load_v(scalar(t)))

@@ -52,7 +52,7 @@ def plan(cursor, forward_cursor, slots, verify_len, *, length: int):
     return work, count
 
 
-def prepare(state, pools, cursor, forward_cursor, slots, verify_len, *, block_v: int = 32, num_warps: int = 1) -> None:
+def prepare(state, pools, cursor, forward_cursor, slots, verify_len, *, block_v: int = 16, num_warps: int = 1) -> None:
     """Open a round of mode "replay": fold what must be folded, move the cursors, publish the forward's copy.
 
     state [layers, S, HV, V, K], pools (k, v, decay, beta) as for `materialize.advance`, cursors and rows as for `plan`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_triton.decode import check_sizes, expand_gate, load_gate
+from kernels_triton.decode import check_sizes, expand_gate, load_gate, registers
 from kernels_triton.gates import inverse_norm
 from kernels_triton.launch import launch
 from kernels_triton.recurrence import (
@@ -97,7 +97,7 @@ def _advance_kernel(
             store_pieces(target_ptr + (to * HV + head) * (V * K), column, K, s, column < V, K, LEVELS, "evict_first")
 
 
-def advance(state, pools, count, items, *, target=None, pages: bool = False, block_v: int = 32, num_warps: int = 1):
+def advance(state, pools, count, items, *, target=None, pages: bool = False, block_v: int = 16, num_warps: int = 1):
     """Write the accepted states of a list of slots, all layers.
 
     state [layers, rows, HV, V, K]; pools: replay's raw records (k [layers, S, KH, 2L, K], v [layers, S, HV, 2L, V],
@@ -121,6 +121,6 @@ def advance(state, pools, count, items, *, target=None, pages: bool = False, blo
         written.shape[0 if pages else 1], slots,
         k.shape[2], v_heads, k_dim, v_dim, decay.shape[-1], k.shape[3], m, levels, pair_levels(k.dtype, k_dim), num_warps,
         pools is not None, pages, target is None, PROGRAMS, 0 if listed else triton.next_power_of_2(n), rows // slots,
-        num_warps=num_warps,
+        num_warps=num_warps, registers=registers(m, k_dim, num_warps),
     )  # fmt: skip
     return written

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.decode import request_tokens, zero_rows
+from kernels_triton.decode import registers, request_tokens, zero_rows
 from kernels_triton.gates import decay, inverse_norm, sigmoid
 from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
@@ -33,6 +33,7 @@ RECORD_LEVELS = tl.constexpr(2)
 ROWS = 8  # records of one program of a pre-kernel
 STEP = tl.constexpr(4)  # records whose decays are in flight at a time
 UNROLL = tl.constexpr(8)  # windows up to this width are unrolled
+AHEAD = tl.constexpr(2)  # rows of x and c that are in flight
 
 
 @triton.jit
@@ -306,18 +307,20 @@ def _record_columns(p, L: tl.constexpr):
 
 
 @triton.jit
-def _project(
-    state, d_old, x_ptr, coef_ptr, p0, n, M: tl.constexpr, K: tl.constexpr, L: tl.constexpr,
-    LEVELS: tl.constexpr, WARPS: tl.constexpr, GDN: tl.constexpr,
-):  # fmt: skip
-    """Checkpoint and live records under one row of x: steps 3 to 5."""
-    lanes = lane_sums(times(state, load_row_pieces(x_ptr, M, K, LEVELS, WARPS)), LEVELS)
+def _fetch(x_ptr, coef_ptr, i, M: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
+    """Row i of x and of c."""
+    return load_rows(x_ptr + i * K, M, K, LEVELS, WARPS), load_rows(coef_ptr + i * L, M, L, RECORD_LEVELS, WARPS)
+
+
+@triton.jit
+def _project(state, d_old, row, p0, n, M: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr, GDN: tl.constexpr):
+    """Checkpoint and live records under one row of x and c: steps 3 to 5."""
+    lanes = lane_sums(times(state, expand_rows(row[0], M)), LEVELS)
     if GDN:
         lanes = lanes * p0
-    c = load_rows(coef_ptr, M, L, RECORD_LEVELS, WARPS)
     live = ()
     for p in tl.static_range(len(d_old)):  # 0 * 0 beyond the live records: d is 0 there, c may be anything
-        live = live + (tl.where(_record_columns(p, L) < n, c[p], 0.0),)
+        live = live + (tl.where(_record_columns(p, L) < n, row[1][p], 0.0),)
     return finish(lanes + lane_sums(times(d_old, expand_rows(live, M)), RECORD_LEVELS))
 
 
@@ -367,12 +370,16 @@ def _outputs_kernel(
         coef_ptr += (r * HV + head) * (2 * W * L)
         scalar_ptr += (r * HV + head) * (2 * W)
         if W <= UNROLL:
-            # all projections before the substitution, which is a chain: the compiler then overlaps them
-            hs, vs, ds, outs = (), (), (), ()
+            # all projections before the substitution, which is a chain: the compiler then overlaps them; rows of a longer
+            # window are fetched ahead of their turn, or a warp waits for every one of them
+            x, hs, vs, ds, outs = (), (), (), (), ()
+            for i in tl.static_range(AHEAD if W > 1 else 0):
+                x = x + (_fetch(x_ptr, coef_ptr, i, M, K, L, LEVELS, WARPS),)
             for i in tl.static_range(2 * W):
+                if len(x) < 2 * W:
+                    x = x + (_fetch(x_ptr, coef_ptr, len(x), M, K, L, LEVELS, WARPS),)
                 p0 = tl.load(scalar_ptr + i // 2 * 2)
-                h = _project(state, d_old, x_ptr + i * K, coef_ptr + i * L, p0, n, M, K, L, LEVELS, WARPS, GDN)
-                hs = hs + (h,)
+                hs = hs + (_project(state, d_old, x[i], p0, n, M, L, LEVELS, GDN),)
             for t in tl.static_range(W):
                 vs = vs + (tl.load(v_ptr + t * (HV * V) + rows, mask=(rows < V) & (t < tokens), other=0.0),)
                 h = _window(hs[2 * t], ds, t, coef_ptr + 2 * t * L + n, tokens, False)
@@ -387,16 +394,15 @@ def _outputs_kernel(
             for t in range(tokens):
                 v = tl.load(v_ptr + t * (HV * V) + rows, mask=rows < V, other=0.0)
                 p0 = tl.load(scalar_ptr + 2 * t)
-                x_row, c_row = x_ptr + 2 * t * K, coef_ptr + 2 * t * L
-                h = _project(state, d_old, x_row, c_row, p0, n, M, K, L, LEVELS, WARPS, GDN)
-                h = _window(h, ds, t, c_row + n, tokens, True)
+                c_row, x = coef_ptr + 2 * t * L, _fetch(x_ptr, coef_ptr, 2 * t, M, K, L, LEVELS, WARPS)
+                h = _window(_project(state, d_old, x, p0, n, M, L, LEVELS, GDN), ds, t, c_row + n, tokens, True)
                 d = (v.to(tl.float32) - h) * tl.load(scalar_ptr + 2 * t + 1)
                 new = ()
                 for i in tl.static_range(W):
                     new = new + (tl.where(i == t, d, ds[i]),)
                 ds = new
-                o = _project(state, d_old, x_row + K, c_row + L, p0, n, M, K, L, LEVELS, WARPS, GDN)
-                o = _window(o, ds, t + 1, c_row + L + n, tokens, True)
+                x = _fetch(x_ptr, coef_ptr, 2 * t + 1, M, K, L, LEVELS, WARPS)
+                o = _window(_project(state, d_old, x, p0, n, M, L, LEVELS, GDN), ds, t + 1, c_row + L + n, tokens, True)
                 _put(t, v, d, o, o_at, v_at, d_at, rows, tokens, HV, V)
     zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
 
@@ -417,6 +423,6 @@ def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, 
             _outputs_kernel, (v_dim // m, v_heads, requests),
             slots, verify_len, cu, cursor, v, x, coef, scalars, state, v_pool, d_pool, layer, o, state.shape[1], requests, t,
             width, heads, v_heads, k_dim, v_dim, v_pool.shape[3] // 2, m, levels, num_warps, gdn,
-            num_warps=num_warps,
+            num_warps=num_warps, registers=registers(m, k_dim, num_warps) if 1 < width <= 4 else None,
         )  # fmt: skip
     return o
