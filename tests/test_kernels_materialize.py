@@ -12,6 +12,7 @@ from replay_harness import PALLAS, Pair, agreeing, assert_none, differing, jit
 
 import jax_ssm
 import torch_ref
+from benchmarks.twins import device, make_side, poisoned_state
 from kernels_pallas import materialize, recurrence
 
 MODES = {"native": dict(width=3), "compact": dict(width=3), "replay": dict(width=2, history=8)}
@@ -88,3 +89,26 @@ def test_R79_a_planted_order_of_the_decay_is_seen(monkeypatch):
     want = torch_ref.snapshot(both.spec, both.state, [3, 5])[1]
     got = jax.jit(jax_ssm.snapshot, static_argnums=(0, 3))(both.spec, both.jax, jnp.asarray([3, 5]), PALLAS)[1]
     assert differing(want, got)
+
+
+def everything_materialised(kind: str, spec, state) -> dict:
+    """Snapshot, export and merge of the slots of a poisoned state in one implementation: all that they leave."""
+    side, slots = make_side(kind, spec, state), [2, 5, 0, 3, 1]
+    pages = torch_ref.init_pages(spec, 6, state.ssm.device)
+    for x in (pages.ssm, pages.conv):
+        x.fill_(float("nan"))
+    made = dict(zip(("snapshot conv", "snapshot ssm"), side.snapshot(slots), strict=True))
+    pages = side.export(pages, [4, 0, 9, 1, 5], slots, 4)
+    side.merge(slots)
+    return made | {"pages ssm": pages.ssm, "pages conv": pages.conv} | side.arrays()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule,ssm", RULES)
+def test_R79_bits_on_a_gpu(rule, ssm, mode):
+    """R75, R79, R38: snapshot, export and merge in PyTorch eager, Triton and Pallas."""
+    spec = make_spec(rule, mode, ssm_dtype=ssm, k_dim=128, v_dim=128, **MODES[mode])
+    state = poisoned_state(spec, [2, 5, 0, 3, 1], torch.Generator().manual_seed(0), device())
+    want, *others = (everything_materialised(kind, spec, state) for kind in ("eager", "triton", "pallas"))
+    assert_none({f"{i} {name}": differing(x, other[name]) for i, other in enumerate(others) for name, x in want.items()})

@@ -99,3 +99,13 @@ def test_N5_padding_rows_change_nothing_and_are_zero():
     pair = Pair(spec)
     assert_none(pair.round([], [], 4))
     assert not np.asarray(pair.jax.ssm[:, spec.hold]).any() and not np.asarray(pair.jax.extra.cursor).any()
+
+
+@pytest.mark.gpu
+def test_R75_bits_of_three_implementations_on_a_gpu():
+    """R75, R77, R79: PyTorch eager = Triton = Pallas over 14 rounds from raw inputs, one row a tile and up: outputs, records,
+    checkpoints and cursors of every case of the benchmark, each in a process of its own."""
+    from benchmarks.kernels_replay import bits_of_all
+
+    wrong = {i: {name: n for name, n in case.items() if n} for i, case in bits_of_all().items()}
+    assert not any(wrong.values()), wrong
