@@ -247,7 +247,9 @@ class Bench:
         triton_forward(self.spec, self.state, layout, 0, self.inputs[i % 4], outputs, pre_warps)
         self.state.extra.cursor.index_add_(0, layout.slots.long(), self.accepted)
 
-    def time_triton(self, outputs, fold, pre_warps=1) -> dict:
+    def time_triton(self, outputs=None, fold=None, pre_warps=None) -> dict:
+        outputs, fold = outputs or KernelConfig().launch(self.spec), fold or {}
+        pre_warps = pre_warps or (None if self.spec.precompute else 1)
         saved = self.state.extra.cursor.clone()
         for i in range(self.groups):
             self.triton_round(i, outputs, fold, pre_warps)
@@ -310,7 +312,7 @@ def times(plan) -> list[dict]:
                 if implementation == "triton":
                     out = bench.time_triton(*launch)
                 else:
-                    out = bench.time_pallas(KernelConfig("pallas", **launch[0]), *launch[1:])
+                    out = bench.time_pallas(KernelConfig("pallas", **(launch[0] if launch else {})), *launch[1:])
             except Exception as error:  # noqa: BLE001 - one variant that does not build must not cost the others
                 out = {"(error)": str(error)[:300]}
             row = dict(rule=name, ssm=ssm, w=w, batch=batch, spread=spread, implementation=implementation, launch=str(launch))
@@ -332,23 +334,12 @@ def copy_rate(gib: int = 4) -> float:
     return 2 * a.numel() * 4 / best * 1e-6
 
 
-def at(bv, warps=1):
-    return dict(block_v=bv, num_warps=warps)
-
-
 def default_plan():
-    both = [("triton", at(16), at(16), 1), ("pallas", at(16))]
-    folds = [("triton", at(16), at(32), 1), ("pallas", at(8), at(32))]
-    return [
-        ("gdn", "fp32", 1, 128, False, [*both, *folds, ("pallas", at(32, 2), at(16, 2))]),
-        ("gdn", "bf16", 1, 128, False, [*both, *folds]),
-        ("gdn", "fp32", 4, 128, False, [*both, *folds]),
-        ("gdn", "bf16", 4, 128, False, [*both, *folds]),
-        ("kda", "fp32", 1, 128, False, [("triton", at(16), at(16), 1), ("pallas", at(16), at(32))]),
-        ("kda", "fp32", 4, 128, False, [("triton", at(16), at(32), 1), ("pallas", at(8), at(16))]),
-        ("gdn precompute", "fp32", 4, 128, False, [("triton", at(16), at(16), None), ("pallas", at(16))]),
-        ("gdn precompute", "bf16", 4, 128, False, [("triton", at(16), at(16), None), ("pallas", at(16))]),
-    ]
+    """Both packages at the launches of their tables: every rule and dtype at B = 128, decode of GDN at small batches."""
+    both = [("triton",), ("pallas",)]
+    plan = [(rule, ssm, w, 128, False, both) for rule in ("gdn", "kda") for w in (1, 4) for ssm in ("fp32", "bf16")]
+    plan += [("gdn precompute", ssm, 4, 128, False, both) for ssm in ("fp32", "bf16")]
+    return plan + [("gdn", ssm, 1, batch, False, both) for ssm in ("fp32", "bf16") for batch in (8, 1)]
 
 
 def main() -> None:
