@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, help="default: all that run here")
     parser.add_argument("--sweeps", type=record.at_least(1), default=2, help="samples of each turn (default: 2)")
     parser.add_argument("--threads", type=record.at_least(1), default=12, help="compilations side by side (default: 12)")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further plan starts")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further plan starts (default: none)")
 
 
 def accepted_tokens(width: int, pattern: str) -> int:
@@ -82,21 +82,22 @@ def run(args: argparse.Namespace) -> dict:
     for name in kinds:
         if name in missing:
             raise ValueError(f"--implementation {name} cannot run here: {missing[name]}")
-    from benchmarks.pool import compile_all
+    from benchmarks.pool import Compilations
 
     began, todo = time.time(), plans(args)
     jobs = {(i, kind): (plan, kind, False) for i, (_, plan) in enumerate(todo) for kind in kinds if kind in twins.IN_JAX}
     record.say(f"{len(todo)} plans, {len(jobs)} executables, {', '.join(kinds)}")
-    made = compile_all(jobs, args.threads, lambda text: record.say(f"[{time.time() - began:4.0f} s] {text}"))
     copy, cells = device_time.copy_rate(), []
-    for i, (fields, plan) in enumerate(todo):
-        if time.time() - began > args.budget:
-            record.say(f"budget spent: {len(todo) - i} plans left out")
-            break
-        cell = fields | measure(plan, {kind: made.get((i, kind)) for kind in kinds}, args.sweeps, copy)
-        cells.append(cell)
-        told = " ".join(f"{kind} {r['us']:.1f} ({100 * r['share']:.0f} %)" for kind, r in cell["implementations"].items())
-        record.say(f"[{time.time() - began:4.0f} s] {i + 1}/{len(todo)} {fields} {told} {cell['errors'] or ''}")
+    with Compilations(jobs, args.threads) as made:
+        for i, (fields, plan) in enumerate(todo):
+            executables = {kind: made.get((i, kind)) for kind in kinds}
+            if time.time() - began > args.budget:
+                record.say(f"budget spent: {len(todo) - i} plans left out")
+                break
+            cell = fields | measure(plan, executables, args.sweeps, copy)
+            cells.append(cell)
+            told = " ".join(f"{kind} {r['us']:.1f} ({100 * r['share']:.0f} %)" for kind, r in cell["implementations"].items())
+            record.say(f"[{time.time() - began:4.0f} s] {i + 1}/{len(todo)} {fields} {told} {cell['errors'] or ''}")
     ok = not any(c["errors"] for c in cells)
     settings = dict(layers=args.layers, history=args.history, sweeps=args.sweeps)
     return {"ok": ok, "copy_bytes_per_us": copy, "left_out": missing, **settings, "cells": cells}

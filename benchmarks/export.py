@@ -38,10 +38,11 @@ def run(args: argparse.Namespace) -> dict:
     implementation = args.implementation or ("pallas" if gpu else "xla")
     cases = list(product(("native", "compact", "replay"), ("fp32", "bf16"), args.requests))
     with ThreadPoolExecutor(args.threads) as pool:
-        cells = list(pool.map(partial(one, args, implementation), cases))
-    if gpu:
-        for cell in (c for c in cells if c["requests"] == max(args.requests)):
-            cell |= timed(args, implementation, cell)
+        made = list(pool.map(partial(one, args, implementation), cases))
+    cells = [cell for cell, _ in made]
+    for cell, executable in made:
+        if gpu and cell["requests"] == max(args.requests):
+            cell |= timed(args, executable, cell)
     ok = all(c["pages_in_place"] and c["temp_bytes"] <= LIMIT for c in cells)
     shape = dict(layers=args.layers, heads=args.heads, dim=args.dim)
     return {"ok": ok, "implementation": implementation, "limit_bytes": LIMIT, **shape, "cells": cells}
@@ -70,21 +71,23 @@ def compiled(spec, implementation: str, requests: int):
     return step.lower(state, pages, ids, ids, count).compile()
 
 
-def one(args: argparse.Namespace, implementation: str, case) -> dict:
-    """What the compiler says about one case."""
+def one(args: argparse.Namespace, implementation: str, case) -> tuple:
+    """(what the compiler says about one case, the executable)."""
     from jax_ssm.spec import page_bytes
 
     mode, ssm, requests = case
     spec = make_spec(args, mode, ssm, requests)
-    memory = compiled(spec, implementation, requests).memory_analysis()
+    executable = compiled(spec, implementation, requests)
+    memory = executable.memory_analysis()
     record.say(f"{mode} {ssm} {requests} requests: {memory.temp_size_in_bytes:,} bytes")
-    return dict(
+    cell = dict(
         mode=mode, ssm=ssm, requests=requests, temp_bytes=memory.temp_size_in_bytes, page_bytes=page_bytes(spec),
         pages_in_place=memory.alias_size_in_bytes == requests * page_bytes(spec), us=None, bytes_per_us=None,
     )  # fmt: skip
+    return cell, executable
 
 
-def timed(args: argparse.Namespace, implementation: str, cell: dict) -> dict:
+def timed(args: argparse.Namespace, export, cell: dict) -> dict:
     """Device time of one export, median of 5; every slot holds as many live records as its number allows."""
     import statistics
 
@@ -96,7 +99,7 @@ def timed(args: argparse.Namespace, implementation: str, cell: dict) -> dict:
 
     n = cell["requests"]
     spec = make_spec(args, cell["mode"], cell["ssm"], n)
-    export, state, ids = compiled(spec, implementation, n), js.init_state(spec), jnp.arange(n, dtype=jnp.int32)
+    state, ids = js.init_state(spec), jnp.arange(n, dtype=jnp.int32)
     if spec.mode == "replay":
         state = state.replace(extra=state.extra.replace(cursor=jnp.arange(spec.slots, dtype=jnp.int32) % (spec.history + 1)))
     pages, samples = js.init_pages(spec, n), []

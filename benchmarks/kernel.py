@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from itertools import product
 
 from benchmarks import cycle, record
 
@@ -41,19 +42,19 @@ def run(args: argparse.Namespace) -> dict:
     device_time.require_gpu()
     missing = {name: reason for name in cycle.IMPLEMENTATIONS if (reason := twins.unavailable(name))}
     kinds = args.implementation or [name for name in cycle.IMPLEMENTATIONS if name not in missing]
-    from benchmarks.pool import compile_all
+    from benchmarks.pool import Compilations
 
     began, todo = time.time(), cycle.plans(args)
     jobs = {(i, kind): (plan, kind, True) for i, (_, plan) in enumerate(todo) for kind in kinds if kind in twins.IN_JAX}
     record.say(f"{len(todo)} plans, {len(jobs)} executables, {', '.join(kinds)}")
-    made = compile_all(jobs, args.threads, lambda text: record.say(f"[{time.time() - began:4.0f} s] {text}"))
     copy, cells = device_time.copy_rate(), []
-    for i, (fields, plan) in enumerate(todo):
-        if time.time() - began > args.budget:
-            record.say(f"budget spent: {len(todo) - i} plans left out")
-            break
-        for kind in kinds:
-            kernels, error = measure(plan, kind, made.get((i, kind)), copy)
+    with Compilations(jobs, args.threads) as made:
+        for (i, (fields, plan)), kind in product(enumerate(todo), kinds):
+            compiled = made.get((i, kind))
+            if time.time() - began > args.budget:
+                record.say(f"budget spent: plans from {i + 1} of {len(todo)} left out")
+                break
+            kernels, error = measure(plan, kind, compiled, copy)
             cells.append(fields | {"implementation": kind, "kernels": kernels, "error": error})
             told = " ".join(f"{name} {k['us']:.1f}" for name, k in kernels.items())
             record.say(f"[{time.time() - began:4.0f} s] {i + 1}/{len(todo)} {fields} {kind}: {error or told}")

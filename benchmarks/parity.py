@@ -26,11 +26,10 @@ import os
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import TimeoutError, get_context
 
 from benchmarks import record
 
@@ -85,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pick("--implementation", choices=SIDES[1:], help="what to compare with PyTorch eager (default: all that run here)")
     parser.add_argument("--rounds", type=record.at_least(1), default=4, help="rounds before the export (default: 4)")
     parser.add_argument("--quick", action="store_true", help="W = 1 and 4, L = 16, one shape")
-    parser.add_argument("--jobs", type=record.at_least(1), help="processes side by side (default: 12 on a GPU, else 1)")
+    parser.add_argument("--jobs", type=record.at_least(1), help="processes side by side (default: 10 on a GPU, else 1)")
+    parser.add_argument("--budget", type=float, help="seconds after which cells that are not done are given up, and it fails")
     parser.add_argument(
         "--plant",
         action="store_true",
@@ -168,23 +168,32 @@ def run(args: argparse.Namespace) -> dict:
         if side in missing:
             raise ValueError(f"--implementation {side} cannot run here: {missing[side]}")
     sides = ["eager", *(args.implementation or [s for s in SIDES[1:] if s not in missing])]
-    cells, jobs = matrix(args, cpu, len(sides) - 1), args.jobs or (1 if cpu else min(12, os.cpu_count() or 1))
+    cells, jobs = matrix(args, cpu, len(sides) - 1), args.jobs or (1 if cpu else min(10, os.cpu_count() or 1))
     record.say(f"{len(cells)} cells, {', '.join(sides)}, {jobs} at a time")
     for side, reason in missing.items():
         record.say(f"left out: {side}: {reason}")
     work, began, results = partial(run_cell, sides=sides, rounds=args.rounds, plant=args.plant), time.time(), []
-    with contextlib.ExitStack() as stack:
-        if jobs == 1:
-            made = map(work, cells)
-        else:
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=exact_cpu))
-            made = pool.map(work, cells)
-        for result in made:
-            results.append(result)
-            told = f"{differing_total(result):,} differ" if not result["error"] else result["error"].splitlines()[-1]
-            record.say(f"[{time.time() - began:4.0f} s] {len(results)}/{len(cells)} {name_of(result)}: {told}")
-    ok = all(not r["error"] and r["compared"] and not differing_total(r) for r in results)
-    return {"ok": ok, "planted": args.plant, "sides": sides, "left_out": missing, "cells": results}
+
+    def note(result: dict) -> None:
+        results.append(result)
+        told = f"{differing_total(result):,} differ" if not result["error"] else result["error"].splitlines()[-1]
+        record.say(f"[{time.time() - began:4.0f} s] {len(results)}/{len(cells)} {name_of(result)}: {told}")
+
+    if jobs == 1:
+        for cell in cells:
+            note(work(cell))
+    else:
+        with get_context("spawn").Pool(min(jobs, len(cells)), initializer=exact_cpu) as pool:  # leaving it ends the processes
+            made = pool.imap_unordered(work, cells)
+            try:
+                for _ in cells:
+                    note(made.next(args.budget and max(0.1, args.budget - (time.time() - began))))
+            except TimeoutError:
+                record.say(f"--budget {args.budget}: {len(cells) - len(results)} cells given up")
+    results.sort(key=lambda r: [name_of(vars(c)) for c in cells].index(name_of(r)))
+    ok = len(results) == len(cells) and all(not r["error"] and r["compared"] and not differing_total(r) for r in results)
+    not_run = [name_of(vars(c)) for c in cells if name_of(vars(c)) not in {name_of(r) for r in results}]
+    return {"ok": ok, "planted": args.plant, "sides": sides, "left_out": missing, "cells": results, "not_run": not_run}
 
 
 def differing_total(result: dict) -> int:
@@ -241,20 +250,31 @@ class Count:
     def __init__(self) -> None:
         self.differing, self.compared = defaultdict(lambda: defaultdict(int)), defaultdict(int)
 
-    def note(self, array: str, values: dict) -> None:
-        """Compare every value with the first."""
-        from benchmarks.twins import differing
+    def note(self, array: str, values: dict, wait: bool = True) -> None:
+        """Compare every value with the first. Values may be memory of JAX, which must not change before they are read."""
+        from benchmarks.twins import count_differing
 
         (first, reference), *others = values.items()
         self.compared[array] += reference.numel() * len(others)
         for name, x in others:
-            self.differing[array][f"{first}-{name}"] += differing(reference, x)
+            self.differing[array][f"{first}-{name}"] += count_differing(reference, x)  # on the device until the end
+        if wait and reference.is_cuda:
+            wait_for_torch()
 
     def states(self, spec, sides: dict) -> None:
         """Compare every array of the states."""
         arrays = {name: side.arrays() for name, side in sides.items()}
         for leaf in arrays[next(iter(arrays))]:
-            self.note(array_name(spec, leaf), {name: found[leaf] for name, found in arrays.items()})
+            self.note(array_name(spec, leaf), {name: found[leaf] for name, found in arrays.items()}, wait=False)
+        wait_for_torch()
+
+
+def wait_for_torch() -> None:
+    """Wait for what PyTorch runs on the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def array_name(spec, leaf: str) -> str:
@@ -366,7 +386,7 @@ def run_cell(cell: Cell, *, sides: list[str], rounds: int, plant: bool) -> dict:
             check(cell, sides, rounds, torch.Generator().manual_seed(hash_of(cell)), device, count)
     except Exception:  # reported, and the run fails
         error = traceback.format_exc()
-    differing = {array: dict(pairs) for array, pairs in count.differing.items()}
+    differing = {array: {pair: int(n) for pair, n in pairs.items()} for array, pairs in count.differing.items()}
     return vars(cell) | {
         "differing": differing, "compared": dict(count.compared), "error": error, "seconds": round(time.time() - began, 1)
     }  # fmt: skip

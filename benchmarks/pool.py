@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,6 @@ class Plan:
 
     def sized(self) -> SSMSpec:
         """The spec with a slot for every request of every group, and HOLD."""
-        from dataclasses import replace
-
         return replace(self.spec, slots=self.batch * self.groups + 1)
 
 
@@ -158,22 +157,28 @@ def compile_step(plan: Plan, kind: str, conv: bool = False):
     return lowered.compile()
 
 
-def compile_all(jobs: dict, threads: int, say) -> dict:
-    """{key: executable or the exception} of jobs {key: (plan, kind, conv)}, compiled side by side."""
-    from concurrent.futures import ThreadPoolExecutor
+class Compilations:
+    """Executables of jobs {key: arguments of `compile_step`}, made by threads in this order while others are timed already.
 
-    def one(key):
-        try:
-            return key, compile_step(*jobs[key])
-        except Exception as error:  # one kernel that does not compile must not end the run
-            return key, error
+    `get(key)` waits for one: the executable, or the exception that ended its compilation. Leave the `with` block to give up
+    what was not begun. Durations of kernels do not mind a busy CPU.
+    """
 
-    done = {}
-    with ThreadPoolExecutor(threads) as pool:
-        for key, made in pool.map(one, jobs):
-            done[key] = made
-            say(f"compiled {len(done)}/{len(jobs)} {key}" + (f": {made!r:.300}" if isinstance(made, Exception) else ""))
-    return done
+    def __init__(self, jobs: dict, threads: int):
+        self._pool = ThreadPoolExecutor(threads)
+        self._made = {key: self._pool.submit(compile_step, *job) for key, job in jobs.items()}
+
+    def __enter__(self) -> Compilations:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def get(self, key):
+        """The executable of `key`, an exception, or None for a key that is no job."""
+        if key not in self._made:
+            return None
+        return self._made[key].exception() or self._made[key].result()
 
 
 def export_all(pool: Pool, kind: str) -> Callable[[], None]:

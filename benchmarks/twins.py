@@ -46,10 +46,16 @@ def to_numpy(x) -> np.ndarray:
 
 def to_jax(x: torch.Tensor):
     """A copy of a tensor as a jax array on the same device."""
-    if not x.is_cuda:
-        return jnp.array(to_numpy(x))
+    return all_to_jax({"x": x})["x"]
+
+
+def all_to_jax(tensors: dict[str, torch.Tensor]) -> dict:
+    """Copies of tensors as jax arrays on the same device, with one wait for all: many processes may share a GPU."""
+    if not any(x.is_cuda for x in tensors.values()):
+        return {name: jnp.array(to_numpy(x)) for name, x in tensors.items()}
     torch.cuda.synchronize()
-    return jax.block_until_ready(jnp.array(jax.dlpack.from_dlpack(x.contiguous()), copy=True))
+    shared = {name: jax.dlpack.from_dlpack(x.contiguous()) for name, x in tensors.items()}
+    return jax.block_until_ready({name: jnp.array(x, copy=True) for name, x in shared.items()})
 
 
 def to_torch(x) -> torch.Tensor:
@@ -59,13 +65,18 @@ def to_torch(x) -> torch.Tensor:
 
 def differing(a, b) -> int:
     """How many values of two arrays, of either framework, differ in their bits; a NaN equals any NaN."""
+    return int(count_differing(a, b))
+
+
+def count_differing(a, b) -> torch.Tensor:
+    """`differing` as a tensor on the device of `a`: nobody waits for it."""
     a, b = (x if isinstance(x, torch.Tensor) else to_torch(x) for x in (a, b))
     assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
     b = b.to(a.device)
     same = a.contiguous().view(BITS[a.dtype.itemsize]) == b.contiguous().view(BITS[b.dtype.itemsize])
     if a.is_floating_point():
         same |= a.isnan() & b.isnan()
-    return int((~same).sum())
+    return (~same).sum()
 
 
 def jax_state(state: torch_ref.ConvSSMState):
@@ -73,7 +84,7 @@ def jax_state(state: torch_ref.ConvSSMState):
     extra = None
     if state.extra is not None:
         kind = getattr(jax_ssm.state, type(state.extra).__name__)
-        extra = kind(**{f.name: to_jax(getattr(state.extra, f.name)) for f in fields(state.extra)})
+        extra = kind(**all_to_jax({f.name: getattr(state.extra, f.name) for f in fields(state.extra)}))
     return jax_ssm.state.ConvSSMState(to_jax(state.ssm), to_jax(state.conv), to_jax(state.accepted), extra)
 
 
@@ -233,17 +244,18 @@ class JaxSide:
         self._snapshot = jit(lambda spec, state, slots: jax_ssm.snapshot(spec, state, slots, config))
 
     def prepare(self, layout: torch_ref.DecodeLayout) -> None:
-        arrays = {name: to_jax(x) for name, x in vars(layout).items() if name != "fixed"}
+        arrays = all_to_jax({name: x for name, x in vars(layout).items() if name != "fixed"})
         self.state, self.receipt = self._prepare(self.state, jax_ssm.DecodeLayout(**arrays, fixed=layout.fixed))
 
     def conv(self, row: int, x, weight, bias):
-        self.state, y = self._conv(self.state, self.receipt, jnp.int32(row), *map(to_jax, (x, weight, bias)))
+        arrays = all_to_jax({"x": x, "weight": weight, "bias": bias})
+        self.state, y = self._conv(self.state, self.receipt, np.int32(row), *arrays.values())
         return to_torch(y)
 
     def forward(self, row: int, inputs: LinearInputs | CoreInputs):
         raw = isinstance(inputs, LinearInputs)
-        mine = (jax_ssm.LinearInputs if raw else JaxCore)(**{name: to_jax(x) for name, x in vars(inputs).items()})
-        self.state, o = (self._raw if raw else self._core)(self.state, self.receipt, jnp.int32(row), mine)
+        mine = (jax_ssm.LinearInputs if raw else JaxCore)(**all_to_jax(vars(inputs)))
+        self.state, o = (self._raw if raw else self._core)(self.state, self.receipt, np.int32(row), mine)
         return to_torch(o)
 
     def accept(self, lengths) -> None:
@@ -252,12 +264,12 @@ class JaxSide:
     def export(self, pages: torch_ref.Pages, page_ids, slots, n: int) -> torch_ref.Pages:
         """The canonical states in a copy of `pages`."""
         mine, ids = jax_ssm.Pages(to_jax(pages.ssm), to_jax(pages.conv)), (jnp.asarray(x) for x in (page_ids, slots))
-        out = self._export(self.state, mine, *ids, jnp.int32(n))
+        out = self._export(self.state, mine, *ids, np.int32(n))
         return torch_ref.Pages(to_torch(out.ssm), to_torch(out.conv))
 
     def restore(self, pages: torch_ref.Pages, page_ids, slots, n: int) -> None:
         mine, ids = jax_ssm.Pages(to_jax(pages.ssm), to_jax(pages.conv)), (jnp.asarray(x) for x in (page_ids, slots))
-        self.state = self._restore(self.state, mine, *ids, jnp.int32(n))
+        self.state = self._restore(self.state, mine, *ids, np.int32(n))
 
     def merge(self, slots) -> None:
         self.state = self._merge(self.state, jnp.asarray(slots))
