@@ -281,9 +281,9 @@ def _outputs_kernel(
     rows, lane = block * block_v + iota(block_v, 0), block * block_v + jnp.arange(block_v, dtype=jnp.int32)
     zero, groups = jnp.zeros((), jnp.float32), range(n_cols // COLUMNS)
 
-    @when(tokens > 0)
+    @when((tokens > 0) & (layer >= 0))  # layer: so that it is loaded before the branch
     def _():
-        # every load before the first use; the state first: it is nearly all of the traffic, and depends only on the slot
+        # the state first: it is nearly all of the traffic, and depends only on the slot
         n, base = live_half(cursor_ref, slot, d_pool.shape[3] // 2)
         x_head, i, cols = lax.div(head, v_heads // x_heads), iota(COLUMNS, 0), jnp.arange(COLUMNS, dtype=jnp.int32)
         pieces = [p * piece + iota(piece, 1) for p in range(k_dim // piece)]
@@ -292,32 +292,41 @@ def _outputs_kernel(
         x = [[[load(x_ref.at[r, x_head, scalar(a), g * COLUMNS + i, p]) for a in range(parts)] for p in pieces] for g in groups]
         factor = [load(scalar_ref.at[r, head, scalar(0), g * COLUMNS + cols]) for g in groups]
         coef = [[load(coef_ref.at[r, head, g * COLUMNS + i, j]) for j in records] for g in groups]
-        d_old = [load(d_pool.at[layer, slot, head, base + j, rows], mask=j < n, other=zero) for j in records]
-        v = [load(v_ref.at[first + t, head, lane], mask=t < tokens, other=jnp.zeros((), v_ref.dtype)) for t in range(width)]
-        beta = [load(scalar_ref.at[r, head, scalar(1), scalar(2 * t)]) for t in range(width)]
-
-        h = []
-        for g in groups:
-            acc = jnp.zeros((block_v, COLUMNS), jnp.float32)
-            for s, x_parts in zip(state, x[g], strict=True):
-                acc = dot(split(spread_lanes(s)), [spread_lanes(y) for y in x_parts], acc)
-            if gdn:
-                acc = acc * factor[g][None, :]
-            for d, c in zip(d_old, coef[g], strict=True):
-                acc = dot(split(spread_lanes(d)), split(spread_lanes(c)), acc)
-            h.append(acc)
-
+        v, beta, fresh = [], [], []
         for t in range(width):
-            own, column = divmod(2 * t, COLUMNS)
-            d = (v[t].astype(jnp.float32) - _column(h[own], column)) * beta[t]
-            for g in groups[own:]:
-                c = load(window_ref.at[r, head, scalar(t), g * COLUMNS + cols])
-                more = h[g] + d[:, None] * c[None, :]
-                h[g] = jnp.where(g * COLUMNS + iota(COLUMNS, 1) > 2 * t, more, h[g])
-            o, at, real = _column(h[own], column + 1), (layer, slot, head, base + n + t, lane), t < tokens
-            store(o_ref.at[first + t, head, lane], o.astype(o_ref.dtype), mask=real)
-            store(d_out.at[at], d, mask=real)
-            store(v_out.at[at], v[t], mask=real)
+            real = t < tokens
+            v.append(load(v_ref.at[first + t, head, lane], mask=real, other=jnp.zeros((), v_ref.dtype)))
+            beta.append(load(scalar_ref.at[r, head, scalar(1), scalar(2 * t)], mask=real, other=zero))
+            at = [(r, head, scalar(t), g * COLUMNS + cols) for g in groups]
+            fresh.append([load(window_ref.at[x], mask=real, other=zero) for x in at])
+        d_old = [load(d_pool.at[layer, slot, head, base + j, rows], mask=j < n, other=zero) for j in records]
+
+        @when(first >= 0)  # always true, which a compiler does not know: it would move the loads down, each to its first use
+        def _():
+            h = []
+            for g in groups:
+                acc = jnp.zeros((block_v, COLUMNS), jnp.float32)
+                for s, x_parts in zip(state, x[g], strict=True):
+                    acc = dot(split(spread_lanes(s)), [spread_lanes(y) for y in x_parts], acc)
+                if gdn:
+                    acc = acc * factor[g][None, :]
+                for d, c in zip(d_old, coef[g], strict=True):
+                    acc = dot(split(spread_lanes(d)), split(spread_lanes(c)), acc)
+                h.append(acc)
+
+            ds, outs = [], []
+            for t in range(width):
+                own, column = divmod(2 * t, COLUMNS)
+                ds.append((v[t].astype(jnp.float32) - _column(h[own], column)) * beta[t])
+                for g in groups[own:]:
+                    more = h[g] + ds[t][:, None] * fresh[t][g][None, :]
+                    h[g] = jnp.where(g * COLUMNS + iota(COLUMNS, 1) > 2 * t, more, h[g])
+                outs.append(_column(h[own], column + 1))
+            for t in range(width):
+                at, real = (layer, slot, head, base + n + t, lane), t < tokens
+                store(o_ref.at[first + t, head, lane], outs[t].astype(o_ref.dtype), mask=real)
+                store(d_out.at[at], ds[t], mask=real)
+                store(v_out.at[at], v[t], mask=real)
 
     zero_rows(o_ref, cu_ref, head, r, lane)
 

@@ -121,12 +121,11 @@ def _gdn_kernel(
     """Steps 1 and 2 of GDN for one request and key head, and the records k, decay, beta."""
     head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HEADS
-    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     if tokens > 0:
         n, base = live_half(cursor_ptr, slot, L)
-        row, key_head = layer * S + slot, head // (HEADS // KH)
+        row, key_head = layer_row(layer) * S + slot, head // (HEADS // KH)
         key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
         j, i = tl.arange(0, M), tl.arange(0, N)
         t, is_q = i // 2, i % 2 == 1
@@ -196,12 +195,11 @@ def _kda_kernel(
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request and head, and the records k, decay, beta."""
     head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     if tokens > 0:
         n, base = live_half(cursor_ptr, slot, L)
-        record, token, own = ((layer * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
+        record, token, own = ((layer_row(layer) * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
         j, i, channel = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)[None, :]
         t, is_q = i // 2, i % 2 == 1
         keys = _rows(k_pool + record * K, j, K, j < n, K)
@@ -303,13 +301,12 @@ def _outputs_kernel(
 ):  # fmt: skip
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     rows = block * M + tl.arange(0, M)
     if tokens > 0:
         # every load before the first use; the state first: it is nearly all of the traffic, and depends only on the slot
-        row, own = (layer * S + slot) * HV + head, r * HV + head
+        row, own = (layer_row(layer) * S + slot) * HV + head, r * HV + head
         n, base = live_half(cursor_ptr, slot, L)
         i, piece, j = tl.arange(0, COLUMNS), tl.arange(0, P)[None, :], tl.arange(0, DOT)[None, :]
         state = load_tiles(state_ptr + row * (V * K) + rows[:, None] * K + piece, K // P, P)
@@ -322,46 +319,51 @@ def _outputs_kernel(
                 x = x + load_tiles(x_at + (a * N + g * COLUMNS) * K, K // P, P)
             factor = factor + (tl.load(scalar_at + g * COLUMNS + i),)
             coef = coef + load_tiles(coef_at + g * (COLUMNS * LM), LM // DOT, DOT)
-        for p in tl.static_range(LM // DOT):
-            d_old = d_old + (tl.load(d_at[:, None] + (j + p * DOT) * V, mask=j + p * DOT < n, other=0.0),)
         new_v, new_o = v_ptr + (first * HV + head) * V + rows, o_ptr + (first * HV + head) * V + rows
         new_d = d_at + n * V
-        v, beta = (), ()
+        v, beta, fresh = (), (), ()
         for t in tl.static_range(W):
             v = v + (tl.load(new_v + t * (HV * V), mask=(t < tokens) & (rows < V), other=0.0),)
-            beta = beta + (tl.load(scalar_at + N + 2 * t),)
-
-        h = ()
-        for g in tl.static_range(N // COLUMNS):
-            acc = tl.zeros([M, COLUMNS], tl.float32)
-            for p in tl.static_range(K // P):
-                parts = ()
-                for a in tl.static_range(X):
-                    parts = parts + (tl.trans(spread_lanes(x[(g * X + a) * (K // P) + p])),)
-                acc = dot(split(spread_lanes(state[p])), parts, acc)
-            if GDN:
-                acc *= factor[g][None, :]
-            for p in tl.static_range(LM // DOT):
-                c = split(spread_lanes(coef[g * (LM // DOT) + p]))
-                acc = dot(split(spread_lanes(d_old[p])), transpose(c), acc)
-            h = h + (acc,)
-
-        for t in tl.static_range(W):
-            real = (t < tokens) & (rows < V)
-            d = (v[t].to(tl.float32) - _column(h[2 * t // COLUMNS], 2 * t % COLUMNS)) * beta[t]
-            new = ()
+            beta = beta + (tl.load(scalar_at + N + 2 * t, mask=t < tokens, other=0.0),)
             for g in tl.static_range(N // COLUMNS):
-                if g < 2 * t // COLUMNS:
-                    new = new + (h[g],)
-                else:
-                    c = tl.load(window_ptr + (own * W + t) * N + g * COLUMNS + i)
-                    more = h[g] + d[:, None] * c[None, :]
-                    new = new + (tl.where(g * COLUMNS + i[None, :] > 2 * t, more, h[g]),)
-            h = new
-            o = _column(h[2 * t // COLUMNS], 2 * t % COLUMNS + 1)
-            tl.store(new_o + t * (HV * V), o.to(o_ptr.dtype.element_ty), mask=real)
-            tl.store(new_d + t * V, d, mask=real)
-            tl.store(v_at + t * V, v[t], mask=real)
+                at = window_ptr + (own * W + t) * N + g * COLUMNS + i
+                fresh = fresh + (tl.load(at, mask=(i >= 0) & (t < tokens), other=0.0),)
+        for p in tl.static_range(LM // DOT):
+            d_old = d_old + (tl.load(d_at[:, None] + (j + p * DOT) * V, mask=j + p * DOT < n, other=0.0),)
+        # always true, which a compiler does not know: it would move the loads down, each to its first use
+        if first >= 0:
+            h = ()
+            for g in tl.static_range(N // COLUMNS):
+                acc = tl.zeros([M, COLUMNS], tl.float32)
+                for p in tl.static_range(K // P):
+                    parts = ()
+                    for a in tl.static_range(X):
+                        parts = parts + (tl.trans(spread_lanes(x[(g * X + a) * (K // P) + p])),)
+                    acc = dot(split(spread_lanes(state[p])), parts, acc)
+                if GDN:
+                    acc *= factor[g][None, :]
+                for p in tl.static_range(LM // DOT):
+                    c = split(spread_lanes(coef[g * (LM // DOT) + p]))
+                    acc = dot(split(spread_lanes(d_old[p])), transpose(c), acc)
+                h = h + (acc,)
+
+            ds, outs = (), ()
+            for t in tl.static_range(W):
+                d = (v[t].to(tl.float32) - _column(h[2 * t // COLUMNS], 2 * t % COLUMNS)) * beta[t]
+                new = ()
+                for g in tl.static_range(N // COLUMNS):
+                    if g < 2 * t // COLUMNS:
+                        new = new + (h[g],)
+                    else:
+                        more = h[g] + d[:, None] * fresh[t * (N // COLUMNS) + g][None, :]
+                        new = new + (tl.where(g * COLUMNS + i[None, :] > 2 * t, more, h[g]),)
+                h = new
+                ds, outs = ds + (d,), outs + (_column(h[2 * t // COLUMNS], 2 * t % COLUMNS + 1),)
+            for t in tl.static_range(W):
+                real = (t < tokens) & (rows < V)
+                tl.store(new_o + t * (HV * V), outs[t].to(o_ptr.dtype.element_ty), mask=real)
+                tl.store(new_d + t * V, ds[t], mask=real)
+                tl.store(v_at + t * V, v[t], mask=real)
     zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
 
 

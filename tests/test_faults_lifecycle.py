@@ -169,8 +169,8 @@ def test_L6_planted_missing_fold_is_seen(monkeypatch):
     """A round that starts without the fold it needs."""
     real = ssm.prepare
 
-    def never_folds(spec, state, layout):
-        receipt = real(spec, state, layout)[1]
+    def never_folds(spec, state, layout, config):
+        receipt = real(spec, state, layout, config)[1]
         return state.replace(extra=state.extra.replace(forward_cursor=state.extra.cursor)), receipt
 
     monkeypatch.setattr(ssm, "prepare", never_folds)

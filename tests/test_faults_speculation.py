@@ -55,8 +55,8 @@ PLANTED = {
         spec, state, a.replace(lengths=a.lengths - 1))),
     "S9 the whole window kept": ("accept", lambda real: lambda spec, state, a: real(
         spec, state, a.replace(lengths=a.forwards[0].layout.verify_len))),
-    "S2 window read from column 0": ("prepare", lambda real: lambda spec, state, layout: (
-        lambda state, receipt: (state, receipt.replace(offset=0 * receipt.offset)))(*real(spec, state, layout))),
+    "S2 window read from column 0": ("prepare", lambda real: lambda *args: (
+        lambda state, receipt: (state, receipt.replace(offset=0 * receipt.offset)))(*real(*args))),
     "S5 acceptance applied twice": ("accept", lambda real: lambda spec, state, a: real(spec, real(spec, state, a), a)),
     "S10 commit without a forward": ("forward", lambda real: lambda spec, state, receipt, row, inputs: (
         state, real(spec, state, receipt, row, inputs)[1])),
