@@ -188,7 +188,7 @@ def seed_layout_bytes(spec: SSMSpec) -> int:
     if spec.mode != "replay":
         return parts["ssm"] + parts["history"]
     e = ITEMSIZE[spec.act_dtype]
-    narrow = spec.width > 1 and spec.projection == "precompute" and spec.history <= 8
+    narrow = spec.precompute and spec.history <= 8
     derived = e if narrow else 4
     key, value, decay = spec.k_heads * spec.k_dim, spec.v_heads * spec.v_dim, spec.v_heads * spec.gates
     record = (key + value) * (derived + e) + 4 * decay + 4 * spec.v_heads
