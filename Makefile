@@ -47,6 +47,7 @@ lint: $(TEST_READY)
 	$(PY) -m ruff format --check .
 
 gpu-test: $(TEST_READY)
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu-test: no NVIDIA GPU found (nvidia-smi -L fails); 'make test' needs none"; exit 2; }
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest -m gpu
 
 clean:

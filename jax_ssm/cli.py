@@ -212,11 +212,11 @@ def stream(decode: Callable[[list[int]], str], prompts: list[str]) -> Callable:
     """Callback that prints prompt and text: of a single prompt as it comes, of several each when complete, labelled."""
     ids: dict[int, list[int]] = {}
     shown = ""
-    if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
 
     def show(number: int, new: list[int], finish: str | None) -> None:
         nonlocal shown
+        if len(prompts) == 1 and not ids:
+            print(prompts[0], end="", flush=True)  # after what was said about compiling
         ids.setdefault(number, []).extend(new)
         if len(prompts) > 1:
             if finish:

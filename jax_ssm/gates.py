@@ -9,6 +9,8 @@ Formulas (Gated DeltaNet, arXiv:2412.06464; Kimi Delta Attention, arXiv:2510.266
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,15 +66,13 @@ def store(x: Array, dtype) -> Array:
     return round_to(x, dtype).astype(dtype)
 
 
-def row_sum(x: Array) -> Array:
-    """Sum over the last axis."""
-    return jnp.sum(x, axis=-1)
+row_sum = functools.partial(jnp.sum, axis=-1)
 
 
 def l2norm(x: Array, total=row_sum) -> Array:
     """x * rsqrt(sum(x^2) + 1e-6) over the last axis, in fp32; a zero row stays zero. Prefill, verify and fold share it."""
     x = x.astype(jnp.float32)
-    return x * lax.rsqrt(total(x * x)[..., None] + L2NORM_EPS)
+    return x * lax.rsqrt(total(x * x, keepdims=True) + L2NORM_EPS)
 
 
 def reciprocal(d: Array) -> Array:

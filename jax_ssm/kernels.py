@@ -29,7 +29,8 @@ def refusal(implementation: str) -> str | None:
     if implementation == "triton":
         missing = [name for name in TRITON_NEEDS if find_spec(name) is None]
         if missing:
-            return f"needs {', '.join(missing)}, not installed here: pip install 'jax-ssm[triton]', or use 'pallas' or 'xla'"
+            packages = f"{', '.join(missing)} (the extra 'triton'; in a clone: pip install -e '.[triton]')"
+            return f"needs {packages}, not installed here; or use 'pallas' or 'xla'"
         if platform != "gpu":
             return f"does not run on {platform!r}: use 'pallas' or 'xla'"
     if implementation == "pallas" and platform not in ("gpu", "cpu"):

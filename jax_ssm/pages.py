@@ -193,10 +193,11 @@ def _digits(i: Array, *sizes: int) -> list[Array]:
     return [high, rest, *reversed(low)]
 
 
-def _row_sum(x: Array) -> Array:
+def _row_sum(x: Array, keepdims: bool = False) -> Array:
     """Sum over the last axis in two steps of at most 32 values, or XLA for CPUs keeps the terms of longer ones in memory."""
     width = 32 if x.shape[-1] % 32 == 0 else 1
-    return jnp.sum(jnp.sum(lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, width)), axis=-2), axis=-1)
+    columns = jnp.sum(lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, width)), axis=-2)
+    return jnp.sum(columns, axis=-1, keepdims=keepdims)
 
 
 def restore(spec: SSMSpec, state: ConvSSMState, pages: Pages, page_ids: Array, slots: Array, n: Array) -> ConvSSMState:

@@ -56,7 +56,7 @@ class Candidate:
     install: str = ""
 
 
-TRITON_INSTALL = ": they need jax-triton, triton and torch, pip install 'jax-ssm[triton]'"
+TRITON_INSTALL = ": they need jax-triton, triton and torch, the extra 'triton' (in a clone: pip install -e '.[triton]')"
 KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 CANDIDATES = (
