@@ -24,29 +24,12 @@ import torch
 
 import jax_ssm
 import torch_ref
+from benchmarks.device_time import durations
+from benchmarks.twins import clone, differing, jax_state, to_jax, to_torch
 from jax_ssm.spec import KernelConfig
-from jax_ssm.state import ConvSSMState, ReplayHistory
 from torch_ref.spec import SSMSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BITS = {4: torch.int32, 2: torch.int16}
-
-
-def to_jax(x: torch.Tensor):
-    """A copy of a tensor as a jax array on the same device."""
-    return jnp.array(jax.dlpack.from_dlpack(x.contiguous()), copy=True)
-
-
-def to_torch(x) -> torch.Tensor:
-    return torch.from_dlpack(x)
-
-
-def differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Values that differ in their bits; NaN equals NaN."""
-    same = a.contiguous().view(BITS[a.dtype.itemsize]) == b.contiguous().view(BITS[b.dtype.itemsize])
-    if a.is_floating_point():
-        same |= a.isnan() & b.isnan()
-    return int((~same).sum())
 
 
 def draw(spec: SSMSpec, tokens: int, g: torch.Generator) -> torch_ref.LinearInputs:
@@ -88,11 +71,6 @@ def triton_forward(spec, state, layout, row, x, launch, pre_warps=1):
     return module.outputs(index, h.forward_cursor, x.v, window, state.ssm, pools(h, "v d"), gdn=spec.rule == "gdn", **launch)
 
 
-def jax_state(state: torch_ref.ConvSSMState) -> ConvSSMState:
-    extra = ReplayHistory(**{name: to_jax(x) for name, x in vars(state.extra).items()})
-    return ConvSSMState(to_jax(state.ssm), to_jax(state.conv), to_jax(state.accepted), extra)
-
-
 def jax_inputs(x: torch_ref.LinearInputs) -> jax_ssm.LinearInputs:
     return jax_ssm.LinearInputs(**{name: to_jax(t) for name, t in vars(x).items()})
 
@@ -124,10 +102,7 @@ def check_bits(case: dict, rounds: int = 14, seed: int = 0) -> dict:
     for x in vars(state.extra).values():
         if x.ndim > 1:
             x[:, : spec.hold] = float("nan")
-    twin = torch_ref.ConvSSMState(
-        state.ssm.clone(), state.conv.clone(), state.accepted.clone(),
-        type(state.extra)(**{name: x.clone() for name, x in vars(state.extra).items()}),
-    )  # fmt: skip
+    twin = clone(state)
     other, slots, wrong = jax_state(state), [5, 0, 3, 7], {}
     prepare = jax.jit(jax_ssm.prepare, static_argnums=(0, 3))
     forward, accept = jax.jit(jax_ssm.forward, static_argnums=0), jax.jit(jax_ssm.accept, static_argnums=0)
@@ -188,18 +163,6 @@ def bits_of_all(cases=range(len(CASES)), jobs: int = 8) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------------- times
-
-
-def durations(run) -> list[tuple[str, float]]:
-    """(kernel name, microseconds) of every device kernel while `run()` runs; CUPTI sees those of both frameworks."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as p:
-        run()
-        torch.cuda.synchronize()
-    events = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [(e.name, float(e.device_time)) for e in events]
 
 
 def by_name(events, per: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import jax
 
 TRITON_NEEDS = ("jax_triton", "triton", "torch")
+TRITON_EXTRA = "the extra 'triton' (in a clone: pip install -e '.[triton]')"
 
 
 def kernels(implementation: str):
@@ -29,8 +30,7 @@ def refusal(implementation: str) -> str | None:
     if implementation == "triton":
         missing = [name for name in TRITON_NEEDS if find_spec(name) is None]
         if missing:
-            packages = f"{', '.join(missing)} (the extra 'triton'; in a clone: pip install -e '.[triton]')"
-            return f"needs {packages}, not installed here; or use 'pallas' or 'xla'"
+            return f"needs {', '.join(missing)}, not installed here: {TRITON_EXTRA}, or use 'pallas' or 'xla'"
         if platform != "gpu":
             return f"does not run on {platform!r}: use 'pallas' or 'xla'"
     if implementation == "pallas" and platform not in ("gpu", "cpu"):

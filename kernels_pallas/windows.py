@@ -21,8 +21,8 @@ def writer(slots_ref, pages_ref, count, i, live_slots: int, pages: int):
     j, none = lax.iota(jnp.int32, power_of_two(slots_ref.shape[0])), jnp.full((), -1, jnp.int32)
     listed = j < jnp.minimum(count, slots_ref.shape[0])
     slot, page = slots_ref[i], pages_ref[i]
-    others = (load(ref.at[j], mask=listed, other=none) for ref in (slots_ref, pages_ref))
-    later = exists(*others) & (load(pages_ref.at[j], mask=listed, other=none) == page) & (j > i)
+    slot_j, page_j = (load(ref.at[j], mask=listed, other=none) for ref in (slots_ref, pages_ref))
+    later = exists(slot_j, page_j) & (page_j == page) & (j > i)
     return slot, page, (i < count) & exists(slot, page) & (jnp.sum(later.astype(jnp.int32)) == 0)
 
 

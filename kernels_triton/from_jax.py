@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -184,21 +185,15 @@ def prepare(state, pools, cursor, forward_cursor, slots, verify_len, **static):
     return state, cursor, forward_cursor
 
 
-def coefficients(index, cursor, tokens, pools, **static):
-    window, pools = _run(project.coefficients, pools, index, cursor, tokens, pools, **static)
+def _coefficients(projection, index, cursor, tokens, pools, **static):
+    window, pools = _run(projection.coefficients, pools, index, cursor, tokens, pools, **static)
     return *window, pools
 
 
-def outputs(index, cursor, v, window, state, pools, **static):
-    (o,), pools = _run(project.outputs, pools, index, cursor, v, tuple(window), state, pools, **static)
+def _outputs(projection, index, cursor, v, window, state, pools, **static):
+    (o,), pools = _run(projection.outputs, pools, index, cursor, v, tuple(window), state, pools, **static)
     return o, pools
 
 
-def precompute_coefficients(index, cursor, tokens, pools, **static):
-    window, pools = _run(precompute.coefficients, pools, index, cursor, tokens, pools, **static)
-    return *window, pools
-
-
-def precompute_outputs(index, cursor, v, window, state, pools, **static):
-    (o,), pools = _run(precompute.outputs, pools, index, cursor, v, tuple(window), state, pools, **static)
-    return o, pools
+coefficients, outputs = partial(_coefficients, project), partial(_outputs, project)
+precompute_coefficients, precompute_outputs = partial(_coefficients, precompute), partial(_outputs, precompute)

@@ -30,9 +30,13 @@ prepare, forward, accept = jit(jax_ssm.prepare, (0, 3)), jit(forward_core), jit(
 
 
 class Pair:
-    """One replay state in both frameworks. Checkpoints are random, everything that no token wrote is NaN."""
+    """One replay state in both frameworks. Checkpoints are random, everything that no token wrote is NaN.
 
-    def __init__(self, spec: SSMSpec, seed: int = 0):
+    jax_spec: what jax_ssm runs, where it differs from the spec of torch_ref.
+    """
+
+    def __init__(self, spec: SSMSpec, seed: int = 0, jax_spec: SSMSpec | None = None):
+        self.jax_spec = jax_spec or spec
         self.spec, self.rng, self.g = spec, np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         self.state = torch_ref.init_state(spec)
         rows = spec.hold * spec.rows_per_slot
@@ -51,22 +55,22 @@ class Pair:
 
         Returns {name: number of differing values} of the outputs, and of the state after forward and after accept.
         """
-        spec, wrong = self.spec, {}
+        spec, jax_spec, wrong = self.spec, self.jax_spec, {}
         pad = capacity - sum(n for _, n in windows)
         ids = torch.tensor([s for s, n in windows for _ in range(n)] + [spec.hold] * pad, dtype=torch.int32)
         at = torch.tensor([t for _, n in windows for t in range(n)] + [0] * pad, dtype=torch.int32)
         self.state, receipt = torch_ref.prepare(spec, self.state, torch_ref.build_layout(spec, ids, at))
-        self.jax, other = prepare(spec, self.jax, jax_ssm.build_layout(spec, to_jax(ids), to_jax(at)), PALLAS)
+        self.jax, other = prepare(jax_spec, self.jax, jax_ssm.build_layout(jax_spec, to_jax(ids), to_jax(at)), PALLAS)
         for row in range(spec.layers):
             core = core_inputs(spec, capacity, self.g)
             self.state, o = torch_forward_core(spec, self.state, receipt, row, core)
             jax_core = JaxCore(**{name: to_jax(x) for name, x in vars(core).items()})
-            self.jax, jax_o = forward(spec, self.jax, other, jnp.int32(row), jax_core)
-            wrong[f"o{row}"] = differing(o, jax_o)
-        wrong |= {f"forward {name}": n for name, n in self.compare().items()}
+            self.jax, jax_o = forward(jax_spec, self.jax, other, jnp.int32(row), jax_core)
+            wrong |= self.compare_outputs(row, o, jax_o, pad)
+        wrong |= self.compare_forward()
         lengths = torch.tensor(lengths + [0] * (len(receipt.layout.slots) - len(lengths)), dtype=torch.int32)
         self.state = torch_ref.accept(spec, self.state, torch_ref.StateAcceptance((receipt,), lengths))
-        self.jax = accept(spec, self.jax, jax_ssm.StateAcceptance((other,), to_jax(lengths)))
+        self.jax = accept(jax_spec, self.jax, jax_ssm.StateAcceptance((other,), to_jax(lengths)))
         if spec.mode == "replay":
             self.phases |= set((self.state.extra.cursor // (2 * spec.history)).tolist())
         return wrong | self.compare()
@@ -82,7 +86,16 @@ class Pair:
                 wrong[name] = wrong.get(name, 0) + count
         return wrong
 
+    def compare_outputs(self, row: int, o, jax_o, pad: int):
+        """Outputs of a layer; the last `pad` token rows are padding."""
+        return {f"o{row}": differing(o, jax_o)}
+
+    def compare_forward(self):
+        """The state after forward."""
+        return {f"forward {name}": n for name, n in self.compare().items()}
+
     def compare(self):
+        """The state after accept."""
         other = jax_leaves(self.jax)
         return {name: differing(x, other[name]) for name, x in leaves(self.state).items()}
 

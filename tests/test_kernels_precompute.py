@@ -8,16 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from kernel_harness import different, make_spec, three_ways, to_jax, to_numpy
-from replay_harness import PALLAS, Pair, accept, assert_none, core_inputs, differing, forward, jit, prepare
+from kernel_harness import different, make_spec, three_ways, to_numpy
+from replay_harness import PALLAS, Pair, assert_none, differing, jit, prepare
 
 import jax_ssm
 import torch_ref
-from jax_ssm.gates import CoreInputs as JaxCore
 from jax_ssm.spec import KernelConfig
 from kernels_pallas import precompute
-from torch_ref.executors import forward_core as torch_forward_core
 
 merge = jit(jax_ssm.merge, (0, 3))
 
@@ -26,29 +23,17 @@ class Bounded(Pair):
     """torch_ref inline beside the precompute kernels; the largest excess over the bound of R10 per array."""
 
     def __init__(self, spec, seed: int = 0):
-        super().__init__(spec, seed)
-        self.whole = replace(spec, projection="precompute")
+        super().__init__(spec, seed, replace(spec, projection="precompute"))
 
-    def round(self, windows, lengths, capacity: int):
-        spec, whole, wrong = self.spec, self.whole, {}
-        pad = capacity - sum(n for _, n in windows)
-        ids = torch.tensor([s for s, n in windows for _ in range(n)] + [spec.hold] * pad, dtype=torch.int32)
-        at = torch.tensor([t for _, n in windows for t in range(n)] + [0] * pad, dtype=torch.int32)
-        self.state, receipt = torch_ref.prepare(spec, self.state, torch_ref.build_layout(spec, ids, at))
-        self.jax, other = prepare(whole, self.jax, jax_ssm.build_layout(whole, to_jax(ids), to_jax(at)), PALLAS)
-        for row in range(spec.layers):
-            core = core_inputs(spec, capacity, self.g)
-            self.state, o = torch_forward_core(spec, self.state, receipt, row, core)
-            jax_core = JaxCore(**{name: to_jax(x) for name, x in vars(core).items()})
-            self.jax, jax_o = forward(whole, self.jax, other, jnp.int32(row), jax_core)
-            assert pad == 0 or not np.asarray(jax_o[-pad:].astype(jnp.float32)).any(), "padding rows"
-            wrong |= excess(f"o{row}", o, jax_o, spec, spec.act_dtype)
-        wrong |= excess("d", self.state.extra.d, self.jax.extra.d, spec, "fp32")
-        lengths = torch.tensor(lengths + [0] * (len(receipt.layout.slots) - len(lengths)), dtype=torch.int32)
-        self.state = torch_ref.accept(spec, self.state, torch_ref.StateAcceptance((receipt,), lengths))
-        self.jax = accept(whole, self.jax, jax_ssm.StateAcceptance((other,), to_jax(lengths)))
-        self.phases |= set((self.state.extra.cursor // (2 * spec.history)).tolist())
-        return wrong | {name: n for name, n in self.compare().items() if name != "extra.d"}
+    def compare_outputs(self, row, o, jax_o, pad):
+        assert pad == 0 or not np.asarray(jax_o[-pad:].astype(jnp.float32)).any(), "padding rows"
+        return excess(f"o{row}", o, jax_o, self.spec, self.spec.act_dtype)
+
+    def compare_forward(self):
+        return excess("d", self.state.extra.d, self.jax.extra.d, self.spec, "fp32")
+
+    def compare(self):
+        return {name: n for name, n in super().compare().items() if name != "extra.d"}
 
 
 def excess(name: str, a, b, spec, dtype: str) -> dict[str, float]:
@@ -81,7 +66,7 @@ def test_R10_precompute_kernels_are_bounded_and_fold_to_the_same_bits(rule, fiel
     assert_none(pair.rounds(rounds, [5, 0, 3], full=True))
     slots = [5, 0, 3]
     state = torch_ref.merge(spec, pair.state, slots)
-    other = merge(pair.whole, pair.jax, jnp.asarray(slots, jnp.int32), PALLAS)
+    other = merge(pair.jax_spec, pair.jax, jnp.asarray(slots, jnp.int32), PALLAS)
     assert differing(state.ssm[:, slots], other.ssm[:, jnp.asarray(slots)]) == 0
     assert pair.phases == {0, 1} or spec.history > 16, "no slot reached the second half"
 

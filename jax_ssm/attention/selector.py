@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jax_ssm.attention.spec import LayerSpec
+from jax_ssm.kernels import TRITON_EXTRA
 
 
 class BackendError(RuntimeError):
@@ -56,7 +57,7 @@ class Candidate:
     install: str = ""
 
 
-TRITON_INSTALL = ": they need jax-triton, triton and torch, the extra 'triton' (in a clone: pip install -e '.[triton]')"
+TRITON_INSTALL = f": they need jax-triton, triton and torch, {TRITON_EXTRA}"
 KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 CANDIDATES = (
