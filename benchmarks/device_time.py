@@ -36,22 +36,31 @@ def require_gpu() -> None:
         raise ValueError(f"this command times kernels and needs an NVIDIA GPU; jax runs on {jax.default_backend()!r} here")
 
 
-def durations(run) -> list[tuple[str, float]]:
-    """(name, microseconds) of every kernel and copy on the device while `run()` runs."""
+HEAD_START = 20_000_000  # clock cycles, about 11 ms
+
+
+def durations(run, queue: bool = False) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel and copy on the device while `run()` runs.
+
+    queue: PyTorch's stream sleeps first, so that its launches queue up and its kernels follow each other as they do in one
+    executable of JAX. In a gap the cache writes back what the last kernel left in it, time that the next one then saves.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as p:
+        if queue:
+            torch.cuda._sleep(HEAD_START)
         run()
         torch.cuda.synchronize()
-    events = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA and "spin_kernel" not in e.name]
     return [(e.name, e.time_range.elapsed_us()) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
 def per_call(call, n: int, keep=lambda name: True) -> list[float]:
-    """Microseconds of each of call(0) .. call(n - 1), of kernels that `keep` accepts; all calls launch the same."""
-    times = [us for name, us in durations(lambda: [call(i) for i in range(n)]) if keep(name)]
+    """Microseconds of each of call(0) .. call(n - 1), PyTorch's kernels that `keep` accepts; all calls launch the same."""
+    times = [us for name, us in durations(lambda: [call(i) for i in range(n)], queue=True) if keep(name)]
     each = len(times) // n
     if each * n != len(times):
         raise RuntimeError(f"{n} calls launched {len(times)} kernels: the calls differ, their times cannot be told apart")

@@ -77,11 +77,11 @@ def measure(plan, kind: str, compiled, copy: float) -> tuple[dict, str | None]:
         step = pool.triton(conv=True) if kind == "triton" else pool.jax(compiled)
         for i in range(plan.groups):
             step(i)
-        rounds = by_label(durations(lambda: [step(i) for i in range(plan.groups)]))
+        rounds = by_label(durations(lambda: [step(i) for i in range(plan.groups)], queue=kind == "triton"))
         del step
         export = export_all(pool, kind)
         export()
-        pages = by_label(durations(lambda: [export() for _ in range(5)]))
+        pages = by_label(durations(lambda: [export() for _ in range(5)], queue=kind == "triton"))
     except Exception as error:  # one implementation that fails must not end the run
         return {}, f"{error!r:.400}"
     finally:

@@ -128,14 +128,19 @@ def compile_step(plan: Plan, kind: str, conv: bool = False):
     spec, config = plan.sized(), KernelConfig(IN_JAX[kind])
     tokens, gates = plan.batch * spec.width, spec.v_heads * spec.gates
 
+    @jax.jit  # traced once for all layers
+    def layer(state, receipt, row, x, raw, weight):
+        y = None
+        if conv:
+            state, y = jax_ssm.conv_forward(spec, state, receipt, row, raw, weight)
+        state, o = jax_ssm.forward(spec, state, receipt, row, x)
+        return state, (y, o)
+
     def step(state, layout, inputs, raw, weight, lengths):
         state, receipt = jax_ssm.prepare(spec, state, layout, config)
         outputs = []
         for row, x in enumerate(inputs):
-            if conv:
-                state, y = jax_ssm.conv_forward(spec, state, receipt, row, raw, weight)
-                outputs.append(y)
-            state, o = jax_ssm.forward(spec, state, receipt, row, x)
+            state, o = layer(state, receipt, jnp.int32(row), x, raw, weight)
             outputs.append(o)
         return jax_ssm.accept(spec, state, jax_ssm.StateAcceptance((receipt,), lengths)), outputs
 

@@ -98,7 +98,9 @@ def accept(spec: SSMSpec, state: ConvSSMState, pairs) -> ConvSSMState:
 
 
 def merge(spec: SSMSpec, state: ConvSSMState, slots: Array, config: KernelConfig) -> ConvSSMState:
-    """Move the accepted row of each slot to row 0."""
+    """Move the accepted row of each slot to row 0; where a slot has one row, it is there already."""
+    if spec.width == 1:
+        return state
     source = read_index(spec, slots)
     rows = take(state.ssm, (slice(None), source * spec.width + state.accepted[source]))
     return state.replace(ssm=put(state.ssm, (slice(None), drop_index(spec, slots) * spec.width), rows))
