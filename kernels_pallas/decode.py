@@ -8,7 +8,6 @@ loaded before token t is computed.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -53,11 +52,6 @@ def norm_of(x, tile: Tile):
     return lax.rsqrt(jnp.sum(row_sums((x * x)[None, :], levels, tile.interpret)) + L2NORM_EPS)
 
 
-def vector_norm(ref, lead, tile: Tile):
-    """Scalar inverse norm of the row ref[*lead, 0:K]."""
-    return norm_of(load_vector(ref, lead, tile.k), tile)
-
-
 def _load_query(inputs, tok, head, tile: Tile):
     q_ref = inputs[0]
     q_head = lax.div(head, inputs[2].shape[1] // q_ref.shape[1])
@@ -79,23 +73,28 @@ def _load_key(inputs, tok, head, rows, tile: Tile):
     return k, load(v_ref.at[tok, head, rows]), alpha, beta_ref[tok, head]
 
 
-def _load_token(inputs, tok, head, rows, tile: Tile, scale: float):
-    """`_load_key` and q^ rows of one token row, from prologue results or from raw inputs."""
+def _load_token(inputs, tok, head, rows, tile: Tile):
+    """What one token row needs from memory, prologue results or raw inputs; `_token` makes its values of it."""
     if len(inputs) == 5:
         return *_load_key(inputs, tok, head, rows, tile), _load_query(inputs, tok, head, tile)
-    q_ref, k_ref, v_ref = inputs[:3]
-    q_head, k_head = (lax.div(head, v_ref.shape[1] // ref.shape[1]) for ref in (q_ref, k_ref))
-    k = load_rows(k_ref, (tok, k_head), tile.m, tile.k, tile.levels, tile.warps)
-    q = load_rows(q_ref, (tok, q_head), tile.m, tile.k, tile.levels, tile.warps)
+    q_ref, k_ref, v_ref, a_ref, b_ref, A_ref, dt_ref = inputs
+    q_at, k_at = ((tok, lax.div(head, v_ref.shape[1] // ref.shape[1])) for ref in (q_ref, k_ref))
+    k, q = (load_rows(ref, at, tile.m, tile.k, tile.levels, tile.warps) for ref, at in ((k_ref, k_at), (q_ref, q_at)))
     v = load(v_ref.at[tok, head, rows])
-    a_ref, b_ref, A_ref, dt_ref = (partial(_scalar, ref) for ref in inputs[3:])
-    alpha, beta = decay(a_ref(tok, head), A_ref(head), dt_ref(head), None), sigmoid(b_ref(tok, head))
-    rk, rq = vector_norm(k_ref, (tok, k_head), tile), vector_norm(q_ref, (tok, q_head), tile)
-    return [x * rk for x in k], v, alpha, beta, [(x * rq) * scale for x in q]
+    own = a_ref[tok, head], A_ref[head], dt_ref[head], load_vector(k_ref, k_at, tile.k), load_vector(q_ref, q_at, tile.k)
+    return k, v, own, b_ref[tok, head], q
 
 
-def _scalar(ref, *at):
-    return ref[at].astype(jnp.float32)
+def _token(x, tile: Tile, scale: float):
+    """(k^ rows, v, decay, beta, q^ rows) of a token row, from what `_load_token` gave."""
+    k, v, alpha, beta, q = x
+    if isinstance(alpha, tuple):
+        a, A, dt, k_row, q_row = alpha
+        rk, rq = norm_of(k_row, tile), norm_of(q_row, tile)
+        k, q = [x * rk for x in k], [(x * rq) * scale for x in q]
+        a, A, dt, beta = (x.astype(jnp.float32) for x in (a, A, dt, beta))
+        alpha, beta = decay(a, A, dt, None), sigmoid(beta)
+    return k, v, alpha, beta, q
 
 
 def next_state(s, key, tile: Tile):
@@ -134,16 +133,17 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] // width - 1)
     first, total, offset = cu_ref[r], cu_ref[cu_ref.shape[0] - 1], offset_ref[r]
 
-    @when(tokens > 0)
+    # all four are known before the branch, so that they are waited for once
+    @when((tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0))
     def _():
         s = load_pieces(state_ref, (layer, slot * width + offset, head), column, tile.k, tile.levels)
 
-        def token(t):
-            return _load_token(inputs, first + jnp.minimum(t, tokens - 1), head, rows, tile, scale)
-
         def body(t, carry):
-            s, (*key, q) = carry
-            following = token(t + 1)
+            s, x = carry
+            following = x
+            if width > 1:
+                following = _load_token(inputs, first + jnp.minimum(t + 1, tokens - 1), head, rows, tile)
+            *key, q = _token(x, tile, scale)
             s = next_state(s, key, tile)
             o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
             s = round_state(s, state_ref.dtype, tile.interpret)
@@ -152,10 +152,8 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
             store_pieces(state_ref, at, column, s, tile.k, tile.levels, eviction_policy="evict_first")
             return s, following
 
-        if width == 1:
-            body(0, (s, token(0)))
-        else:
-            lax.fori_loop(0, tokens, body, (s, token(0)))
+        # a loop for one token as well: a compiler moves loads down to their first use, but not into a loop
+        lax.fori_loop(0, tokens, body, (s, _load_token(inputs, first, head, rows, tile)))
 
     clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, rows)
 

@@ -38,12 +38,6 @@ def norm_of(x, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def vector_norm(ptr, K: tl.constexpr, LEVELS: tl.constexpr):
-    """Scalar inverse norm of the row ptr + 0..K; LEVELS by the dtype behind `ptr`."""
-    return norm_of(tl.load(ptr + tl.arange(0, K)), LEVELS)
-
-
-@triton.jit
 def load_gate(ptr, M: tl.constexpr, K: tl.constexpr, G: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
     """Decay of one token and head: a tuple of one scalar (G = 1) or of rows."""
     if G == 1:
@@ -65,12 +59,11 @@ def expand_gate(alpha, M: tl.constexpr, G: tl.constexpr):
 def _load_token(
     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, tok, head, rows,
     H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-    M: tl.constexpr, LEVELS: tl.constexpr, KEY_LEVELS: tl.constexpr, WARPS: tl.constexpr,
-    RAW: tl.constexpr, SCALE: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """(k^ rows, q^ rows, v [M], decay, beta) of one token row, from prologue results or from raw inputs (`native`).
+    """What one token row needs from memory, prologue results or raw inputs (`native`); `_token` makes its values of it.
 
-    k^, q^ and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
+    Keys, queries and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
     """
     q_at, k_at = q_ptr + (tok * H + head // (HV // H)) * K, k_ptr + (tok * KH + head // (HV // KH)) * K
     k = load_rows(k_at, M, K, LEVELS, WARPS)
@@ -78,14 +71,23 @@ def _load_token(
     v = tl.load(v_ptr + (tok * HV + head) * V + rows).to(tl.float32)
     gate = tok * HV + head
     if RAW:
-        a, b = tl.load(decay_ptr + gate).to(tl.float32), tl.load(beta_ptr + gate).to(tl.float32)
-        A, dt = tl.load(A_ptr + head).to(tl.float32), tl.load(dt_ptr + head).to(tl.float32)
-        alpha, beta = (decay(a, A, dt, None),), sigmoid(b)
-        k = times(k, (vector_norm(k_at, K, KEY_LEVELS),))
-        q = times(times(q, (vector_norm(q_at, K, KEY_LEVELS),)), (SCALE,))
+        lane = tl.arange(0, K)
+        own = tl.load(decay_ptr + gate), tl.load(A_ptr + head), tl.load(dt_ptr + head), tl.load(beta_ptr + gate)
+        alpha, beta = own[:3] + (tl.load(k_at + lane), tl.load(q_at + lane)), own[3]
     else:
-        alpha = load_gate(decay_ptr + gate * G, M, K, G, LEVELS, WARPS)
-        beta = tl.load(beta_ptr + gate)
+        alpha, beta = load_gate(decay_ptr + gate * G, M, K, G, LEVELS, WARPS), tl.load(beta_ptr + gate)
+    return k, q, v, alpha, beta
+
+
+@triton.jit
+def _token(x, K: tl.constexpr, G: tl.constexpr, KEY_LEVELS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr):
+    """(k^ rows, q^ rows, v [M], decay, beta) of a token row, from what `_load_token` gave."""
+    k, q, v, alpha, beta = x
+    if RAW:
+        a, A, dt, k_row, q_row = alpha
+        k = times(k, (norm_of(k_row, KEY_LEVELS),))
+        q = times(times(q, (norm_of(q_row, KEY_LEVELS),)), (SCALE,))
+        alpha, beta = (decay(a.to(tl.float32), A.to(tl.float32), dt.to(tl.float32), None),), sigmoid(beta.to(tl.float32))
     return k, q, v, alpha, beta
 
 
@@ -124,22 +126,24 @@ def _native_kernel(
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
     offset = tl.load(offset_ptr + r)
-    if tokens > 0:
+    if (tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0):  # all known: a compiler then waits for them once
         base = layer * S * W + slot * W
         s = load_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
         x = _load_token(
             q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
-            H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
+            H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
         )  # fmt: skip
-        for t in range(1 if W == 1 else tokens):
+        # a loop for one token as well: a compiler moves loads down to their first use, but not into a loop
+        for t in range(tokens):
             following = x
             if W > 1:
                 following = _load_token(
                     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
-                    H, KH, HV, K, V, G, M, LEVELS, KEY_LEVELS, WARPS, RAW, SCALE,
+                    H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
                 )  # fmt: skip
-            s, _ = step(s, expand_rows(x[0], M), x[2], expand_gate(x[3], M, G), x[4], LEVELS)
-            o = read(s, expand_rows(x[1], M), LEVELS)
+            k, q, v, alpha, beta = _token(x, K, G, KEY_LEVELS, RAW, SCALE)
+            s, _ = step(s, expand_rows(k, M), v, expand_gate(alpha, M, G), beta, LEVELS)
+            o = read(s, expand_rows(q, M), LEVELS)
             s = round_state(s, state_ptr.dtype.element_ty)
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             at = state_ptr + ((base + t) * HV + head) * (V * K)
