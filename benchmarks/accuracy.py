@@ -85,3 +85,14 @@ def table(data: dict) -> tuple[list[str], list[list[str]]]:
     """Column heads and rows for a person."""
     rows = [[c["rule"], c["gate"], c["ssm"], c["mode"], str(c["width"]), f"{c['relative_l2']:.1e}"] for c in data["cells"]]
     return ["rule", "gate", "state", "mode", "W", "relative L2"], rows
+
+
+def brief(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: a row a rule, gate and state dtype, a column a mode, all its widths."""
+    modes = list(dict.fromkeys(c["mode"] for c in data["cells"]))
+    groups: dict[tuple, dict[str, list[float]]] = {}
+    for c in data["cells"]:
+        groups.setdefault((c["rule"], c["gate"], c["ssm"]), {}).setdefault(c["mode"], []).append(c["relative_l2"])
+    told = lambda values: " – ".join(dict.fromkeys(f"{x:.1e}" for x in (min(values), max(values)))) if values else "-"  # noqa: E731
+    rows = [[*key, *(told(found.get(mode)) for mode in modes)] for key, found in groups.items()]
+    return ["rule", "gate", "state", *modes], rows

@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", type=record.at_least(1), default=16, help="L (default: 16)")
     parser.add_argument("--layers", type=record.at_least(1), default=12, help="at most (default: 12)")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, help="default: all that run here")
+    parser.add_argument("--block-v", type=record.at_least(1), help="rows of V of a program (default: the measured table)")
+    parser.add_argument("--num-warps", type=record.at_least(1), default=1, help="warps of a program (default: 1)")
     parser.add_argument("--sweeps", type=record.at_least(1), default=2, help="samples of each turn (default: 2)")
     parser.add_argument("--threads", type=record.at_least(1), default=12, help="compilations side by side (default: 12)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further plan starts (default: none)")
@@ -63,7 +65,8 @@ def plans(args: argparse.Namespace) -> list:
         seen.add(key)
         fields = dict(rule=rule, mode=mode, width=width, ssm=ssm, accepted=accepted, batch=batch)
         for layers in range(args.layers, 0, -1):
-            plan = Plan(make_spec(rule, mode, width, ssm, layers, args.history), batch, accepted)
+            spec = make_spec(rule, mode, width, ssm, layers, args.history)
+            plan = Plan(spec, batch, accepted, args.block_v, args.num_warps)
             if state_bytes(plan.sized())["ssm"] <= LARGEST:
                 break
         else:
@@ -163,3 +166,29 @@ def table(data: dict) -> tuple[list[str], list[list[str]]]:
         rows.append([*row, f"{100 * best['share']:.0f} %" if best else "-", f"{best['us_per_token']:.2f}" if best else "-"])
     heads = ["rule", "mode", "W", "accept", "state", "B", "floor µs", *(f"{kind} µs [least, most]" for kind in kinds)]
     return [*heads, "copy rate, best", "µs a token, best"], rows
+
+
+def brief(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: the batch of 128, where acceptance is partial."""
+    cells = [c for c in data["cells"] if c["batch"] == 128 and (c["accepted"] < c["width"] or c["width"] == 1)]
+    heads, rows = ["rule", "mode", "W", "accept", "state", "floor µs", *IMPLEMENTATIONS, "copy rate, best"], []
+    for c in cells:
+        found = c["implementations"]
+        times = [f"{found[kind]['us']:.1f}" if kind in found else "-" for kind in IMPLEMENTATIONS]
+        share = f"{100 * max(r['share'] for r in found.values()):.0f} %"
+        rows.append(
+            [c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"], f"{c['floor_us']:.1f}", *times, share]
+        )
+    return heads, rows
+
+
+def batches(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: Pallas' µs a layer and round, a column a batch."""
+    sizes = sorted({c["batch"] for c in data["cells"]})
+    groups: dict[tuple, dict[int, str]] = {}
+    for c in data["cells"]:
+        if "pallas" in c["implementations"]:
+            key = c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"]
+            groups.setdefault(key, {})[c["batch"]] = f"{c['implementations']['pallas']['us']:.1f}"
+    rows = [[*key, *(found.get(n, "-") for n in sizes)] for key, found in groups.items()]
+    return ["rule", "mode", "W", "accept", "state", *(f"B = {n}" for n in sizes)], rows

@@ -125,3 +125,18 @@ def table(data: dict) -> tuple[list[str], list[list[str]]]:
     heads = ["mode", "state", "requests", "bytes a page", "temporary bytes", "pages in place", "µs", "TB/s read and written"]
     timed = any(c.get("us") for c in data["cells"])
     return heads if timed else heads[:6], rows if timed else [row[:6] for row in rows]
+
+
+def brief(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: the batches of one mode and state dtype together, times of the largest."""
+    groups: dict[tuple, list[dict]] = {}
+    for c in data["cells"]:
+        groups.setdefault((c["mode"], c["ssm"]), []).append(c)
+    timed, rows = any(c.get("us") for c in data["cells"]), []
+    for key, cells in groups.items():
+        requests, most = ", ".join(str(c["requests"]) for c in cells), max(c["temp_bytes"] for c in cells)
+        last = max(cells, key=lambda c: c["requests"])
+        time = [f"{last['us']:,.0f}", f"{last['bytes_per_us'] / 1e6:.2f}"] if last.get("us") else ["-", "-"]
+        rows.append([*key, requests, f"{last['page_bytes']:,}", f"{most:,}", *(time if timed else ())])
+    heads = ["mode", "state", "requests", "bytes a page", "most temporary bytes"]
+    return [*heads, *(("µs of the largest", "TB/s read and written") if timed else ())], rows

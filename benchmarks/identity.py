@@ -112,3 +112,17 @@ def table(data: dict) -> tuple[list[str], list[list[str]]]:
         for c in data["cells"]
     ]  # fmt: skip
     return heads, rows
+
+
+def brief(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: the widths of one dtype and mode together."""
+    groups: dict[tuple, list[dict]] = {}
+    for c in data["cells"]:
+        groups.setdefault((c["act"], c["mode"]), []).append(c)
+    rows = []
+    for key, cells in groups.items():
+        several = lambda name, form="", cells=cells: ", ".join(format(c[name] or 0, form) for c in cells)  # noqa: E731
+        gap = f"{max(c['largest_gap'] for c in cells):.4f}"
+        accepted, compiled = several("mean_accepted", ".2f"), str(max(c["compilations"] for c in cells))
+        rows.append([*key, several("width"), str(cells[0]["prompts"]), several("differing_prompts"), gap, accepted, compiled])
+    return ["act", "mode", "W", "prompts", "that differ", "largest gap", "accepted/round", "compilations"], rows

@@ -39,11 +39,18 @@ def make_spec(rule: str, mode: str, width: int, ssm: str, layers: int, history: 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: spec (slots not counted yet), requests a round, tokens that every request accepts a round."""
+    """What to run: spec (slots not counted yet), requests a round, tokens that every request accepts a round, launch (rows of
+    V of a program, None for the table; its warps)."""
 
     spec: SSMSpec
     batch: int
     accepted: int
+    block_v: int | None = None
+    num_warps: int = 1
+
+    def config(self, kind: str) -> KernelConfig:
+        """The launch of side `kind`; torch_ref takes the same class, whose implementation it does not read."""
+        return KernelConfig(IN_JAX.get(kind, "xla"), self.block_v, self.num_warps)
 
     @property
     def groups(self) -> int:
@@ -95,7 +102,7 @@ class Pool:
         def run(i: int) -> list:
             nonlocal state
             layout, outputs = self.layouts[i % len(self.layouts)], []
-            state, receipt = torch_ref.prepare(spec, state, layout, kernels="triton")
+            state, receipt = torch_ref.prepare(spec, state, layout, self.plan.config("triton"), kernels="triton")
             for row, inputs in enumerate(self.inputs):
                 if conv:
                     torch_ref.conv_forward(spec, state, receipt, row, self.raw, self.weight)
@@ -125,7 +132,7 @@ class Pool:
 
 def compile_step(plan: Plan, kind: str, conv: bool = False):
     """The whole round (prepare, every layer, accept) of side `kind`, compiled from shapes alone; the state is donated."""
-    spec, config = plan.sized(), KernelConfig(IN_JAX[kind])
+    spec, config = plan.sized(), plan.config(kind)
     tokens, gates = plan.batch * spec.width, spec.v_heads * spec.gates
 
     @jax.jit  # traced once for all layers

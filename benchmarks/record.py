@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,6 +36,17 @@ def device_name() -> str:
     return "cpu" if device.platform == "cpu" else re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
 
 
+def commit() -> str | None:
+    """Short id of the commit that runs, with a + when files differ from it; JAX_SSM_COMMIT where there is no repository."""
+    git = ["git", "-C", str(RESULTS.parent.parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("JAX_SSM_COMMIT")
+    return head + ("+" if changed.strip() else "")
+
+
 def write(name: str, data: dict, out: Path | None = None) -> Path:
     """Write results/<device>/<name>.json (or below `out`) and return its path. `data` is the measurement itself."""
     device = device_name()
@@ -45,6 +58,7 @@ def write(name: str, data: dict, out: Path | None = None) -> Path:
         "device": device,
         "command": " ".join(["python -m benchmarks", *arguments]),
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
         "versions": versions(),
     }
     path.write_text(json.dumps(header | data, indent=1) + "\n")

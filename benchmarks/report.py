@@ -1,6 +1,8 @@
 """Tables and pictures of the README and docs, from the recorded results.
 
-Tables stand between `<!-- table NAME -->` and `<!-- end -->`, NAME being <device>/<command>, a file below benchmarks/results.
+Tables stand between `<!-- table NAME -->` and `<!-- end -->`, NAME being <device>/<command>, a file below benchmarks/results,
+or <device>/<command>:<form>, the form being a function of the command's module that makes heads and rows (default: `brief`,
+else `table`).
 Pictures are docs/<device>-<command>.svg, for the commands that benchmarks/plots.py can draw.
 """
 
@@ -42,14 +44,16 @@ def run(args: argparse.Namespace) -> dict:
 
 def markdown(name: str) -> str:
     """The table of one result file in Markdown, with the line that says where it comes from."""
+    name, _, form = name.partition(":")
     path = record.RESULTS / f"{name}.json"
     if not path.is_file():
         raise ValueError(f"table {name}: there is no result {path}; measure it with --save first")
     data = json.loads(path.read_text())
     module = importlib.import_module(f"benchmarks.{data['name'].replace('-', '_')}")
-    heads, rows = getattr(module, "brief", module.table)(data)
+    heads, rows = (getattr(module, form) if form else getattr(module, "brief", module.table))(data)
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
-    source = f"`{data['command']}`, {data['device']}, jax {data['versions']['jax']}, {data['date']}"
+    commit = f", commit {data['commit']}" if data.get("commit") else ""
+    source = f"`{data['command']}`, {data['device']}, jax {data['versions']['jax']}, {data['date']}{commit}"
     return "\n".join([*lines, "", f"({source})", ""])
 
 

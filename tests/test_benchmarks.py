@@ -130,7 +130,9 @@ def test_tables_have_a_column_for_every_head():
     bad = good | {"differing": {"state": {"eager-pallas": 2, "eager-triton": 0}}}
     failed = good | {"differing": {}, "compared": {}, "error": "Traceback\nValueError: no"}
     cells = {"cells": [good, bad, failed]}
-    for heads, rows in (cycle.table(data), parity.table(cells), parity.brief(cells)):
+    for c in data["cells"]:
+        c["batch"] *= 128 if c["batch"] == 1 else 1
+    for heads, rows in (cycle.table(data), cycle.brief(data), cycle.batches(data), parity.table(cells), parity.brief(cells)):
         assert rows and all(len(row) == len(heads) for row in rows)
     told = [row[-1] for row in parity.table(cells)[1]]
     assert told == ["0 in 1 arrays", "state eager-pallas: 2", "ValueError: no"]
@@ -148,12 +150,25 @@ def test_report_draws_what_was_recorded(tmp_path):
     assert drawn.read_bytes() == first
 
 
+def test_recorded_results_have_tables():
+    """Every form of every recorded result has as many entries in a row as there are heads."""
+    for path in sorted(record.RESULTS.glob("*/*.json")):
+        data = json.loads(path.read_text())
+        if data.get("name") not in COMMANDS:
+            continue
+        module = importlib.import_module(f"benchmarks.{data['name']}")
+        for form in ("table", "brief", "batches"):
+            if hasattr(module, form):
+                heads, rows = getattr(module, form)(data)
+                assert rows and all(len(row) == len(heads) for row in rows), (path, form)
+
+
 def test_record_names_command_versions_and_device(tmp_path, monkeypatch):
     """A result file says how it was made; the folder it was written to is no part of that."""
     monkeypatch.setattr("sys.argv", ["benchmarks", "bytes", "--out", str(tmp_path)])
     data = json.loads(record.write("bytes", {"ok": True}, tmp_path).read_text())
     assert data["command"] == "python -m benchmarks bytes --out DIR" and data["device"] == "cpu"
-    assert "jax" in data["versions"] and data["ok"]
+    assert "jax" in data["versions"] and data["ok"] and "commit" in data
 
 
 def test_least_bytes_of_a_round():
