@@ -175,8 +175,8 @@ def engine_settings(args: argparse.Namespace) -> dict:
     """Arguments of `Settings` from parsed ones."""
     return dict(
         mode=args.state, width=args.width, history=args.history or 16, act_dtype=args.act, ssm_dtype=args.ssm_dtype,
-        implementation=args.implementation, drafts=args.drafts, rounds_per_call=args.rounds_per_call,
-        max_requests=args.max_requests, max_len=args.max_len, strict=args.strict,
+        projection=args.projection, implementation=args.implementation, drafts=args.drafts,
+        rounds_per_call=args.rounds_per_call, max_requests=args.max_requests, max_len=args.max_len, strict=args.strict,
     )  # fmt: skip
 
 
@@ -372,6 +372,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--width", type=positive, metavar="W", help="verify width, drafts + 1, 1..16 (default 4 with an MTP head, else 1)"
     )
     g.add_argument("--history", type=positive, metavar="L", help=f"replay history, one of {HISTORY_LENGTHS} (default 16)")
+    text = "replay: how windows meet the state (default auto: the faster one where kernels run, else inline)"
+    g.add_argument("--projection", choices=("auto", *PROJECTIONS), default="auto", help=text)
     g.add_argument("--drafts", choices=("auto", "mtp", "lookup"), default="auto", help="auto: MTP head, else prompt look-up")
     g.add_argument("--implementation", choices=("auto", *IMPLEMENTATIONS), default="auto", help="refused if it cannot run")
     g.add_argument("--act", choices=DTYPES, default=None, help="weights and activations (default bf16 on a GPU, else fp32)")

@@ -212,6 +212,18 @@ BLOCK_V = {
     "precompute": {"fp32": 16, "bf16": 16},
 }
 
+# the smallest verify width whose windows the kernels project faster by "precompute", by ssm_dtype, as measured there
+PRECOMPUTE_WIDTH = {"fp32": 4, "bf16": 4}
+
+
+def fastest_projection(spec: SSMSpec) -> str:
+    """Projection with which kernels run the windows of `spec` fastest: "precompute" from PRECOMPUTE_WIDTH on, where legal.
+
+    It depends on mode, width, dtype and head sizes, never on the batch: a request's bits must not depend on its neighbours.
+    """
+    pays = spec.mode == "replay" and spec.width >= PRECOMPUTE_WIDTH[spec.ssm_dtype] and min(spec.k_dim, spec.v_dim) >= 16
+    return "precompute" if pays else "inline"
+
 
 @dataclass(frozen=True)
 class KernelConfig:

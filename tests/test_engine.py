@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ssm.engine import Generator, LoadedModel
+from jax_ssm.engine import Generator, LoadedModel, describe
+from jax_ssm.engine.buckets import RunBucket
 from jax_ssm.models import ModelConfig, forward_sequence, mtp_sequence
 from jax_ssm.models.qwen3_5 import map_shapes, param_shapes
 
@@ -222,6 +223,8 @@ ILLEGAL = [
     ({"width": 0}, "width=0"),
     ({"mode": "replay", "width": 8, "history": 4}, "history=4"),
     ({"mode": "replay", "history": 12}, "history=12"),
+    ({"projection": "matmul"}, "projection='matmul'"),
+    ({"projection": "precompute"}, "projection='precompute'"),
     ({"drafts": "oracle"}, "drafts='oracle'"),
     ({"drafts": "mtp", "width": 1}, "width=1"),
     ({"act_dtype": "fp16"}, "act_dtype='fp16'"),
@@ -270,3 +273,11 @@ def test_U4_drafts_without_an_mtp_head_fall_to_lookup_and_say_so():
     assert Generator(bare, width=4).plan.drafts_reason == "the checkpoint has no MTP weights"
     assert [chosen(bare, width=4), chosen(bare), chosen(bare, mode="compact")] == [("lookup", 4), ("none", 1), ("lookup", 2)]
     assert [chosen(model()), chosen(model(), width=1)] == [("mtp", 4), ("none", 1)]
+
+
+def test_R10_the_faster_projection_is_taken_where_kernels_run_and_never_by_batch():
+    """Kernels project long windows by precompute unless told otherwise; XLA stays with inline."""
+    taken = lambda **s: Generator(model(), mode="replay", **s).plan.specs(RunBucket(1, 128)).ssm.projection  # noqa: E731
+    assert [taken(), taken(implementation="pallas", width=1), taken(implementation="pallas")] == ["inline"] * 2 + ["precompute"]
+    assert [taken(projection="precompute"), taken(implementation="pallas", projection="inline")] == ["precompute", "inline"]
+    assert "projection precompute" in describe(Generator(model(), mode="replay", implementation="pallas").plan)["state"]

@@ -35,9 +35,11 @@ class EnginePlan:
     def specs(self, bucket: RunBucket) -> ModelSpecs:
         """The static description of a bucket; raises ValueError or BackendError for what cannot run."""
         s = self.settings
+        projection = None if s.projection == "auto" else s.projection
         return hybrid.model_specs(
             self.config, slots=bucket.requests + 1, max_len=bucket.max_len, width=self.width, mode=s.mode, history=s.history,
-            act_dtype=self.act_dtype, ssm_dtype=s.ssm_dtype, implementation=self.implementation, mtp=self.drafts == "mtp",
+            act_dtype=self.act_dtype, ssm_dtype=s.ssm_dtype, implementation=self.implementation, projection=projection,
+            mtp=self.drafts == "mtp",
         )  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def describe(plan: EnginePlan) -> dict[str, str | list[str]]:
         constraints = attention.Constraints(None if spec.kind == "full" else plan.implementation)
         groups.append(attention.describe(spec, attention.select_backend(spec, capability, constraints), capability))
     kinds = plan.config.kinds
-    history = f", history {s.history}" if s.mode == "replay" else ""
+    history = f", history {s.history}, projection {specs.ssm.projection}" if s.mode == "replay" else ""
     return {
         "model": ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) + " layers",
         "state": f"{s.mode}, width {plan.width}{history}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from jax_ssm.spec import HISTORY_LENGTHS, IMPLEMENTATIONS, ITEMSIZE, MODES
+from jax_ssm.spec import HISTORY_LENGTHS, IMPLEMENTATIONS, ITEMSIZE, MODES, PROJECTIONS
 
 DRAFTS = ("auto", "mtp", "lookup")
 
@@ -31,6 +31,8 @@ class Settings:
     mode: storage of the recurrent state. width: verify width W, drafts + 1; None: 4 with an MTP head or when drafts are
     named, else 1 (2 in mode "compact", which needs a draft). history: L of mode "replay".
     act_dtype: None is "bf16" on a GPU, where it is fast, and "fp32" elsewhere. ssm_dtype: the recurrent state.
+    projection: "inline" (bits of plain decoding's sums) or "precompute" (tensor cores) for the windows of mode "replay";
+    "auto": the faster one where kernels run, else "inline".
     implementation: "auto", or a name that is refused where it cannot run.
     drafts: "mtp", "lookup", or "auto": the MTP head where the checkpoint has one, else prompt look-up.
     rounds_per_call: rounds that run on the device between two visits of the host.
@@ -44,6 +46,7 @@ class Settings:
     history: int = 16
     act_dtype: str | None = None
     ssm_dtype: str = "fp32"
+    projection: str = "auto"
     implementation: str = "auto"
     drafts: str = "auto"
     rounds_per_call: int = 4
@@ -59,6 +62,12 @@ class Settings:
         allowed = (None, *ITEMSIZE)
         require(self.act_dtype in allowed, "act_dtype", self.act_dtype, f"one of {allowed}")
         require(self.ssm_dtype in ITEMSIZE, "ssm_dtype", self.ssm_dtype, f"one of {tuple(ITEMSIZE)}")
+        allowed = ("auto", *PROJECTIONS)
+        require(self.projection in allowed, "projection", self.projection, f"one of {allowed}")
+        fits = self.projection != "precompute" or self.mode == "replay"
+        require(
+            fits, "projection", self.projection, f"'auto' or 'inline' in mode {self.mode!r}; 'precompute' needs mode 'replay'"
+        )
         allowed = ("auto", *IMPLEMENTATIONS)
         require(self.implementation in allowed, "implementation", self.implementation, f"one of {allowed}")
         require(self.drafts in DRAFTS, "drafts", self.drafts, f"one of {DRAFTS}")

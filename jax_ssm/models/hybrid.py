@@ -11,7 +11,7 @@ Contexts are a plain dict from group id to context; `specs` is static and carrie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jax_ssm.models.qwen3_5 import (
     mtp_input,
     rms_norm,
 )
-from jax_ssm.spec import ExecutionPlan, KernelConfig, SSMSpec, check_disjoint, plan_layers, state_bytes
+from jax_ssm.spec import ExecutionPlan, KernelConfig, SSMSpec, check_disjoint, fastest_projection, plan_layers, state_bytes
 from jax_ssm.state import ConvSSMState, clear, dtype, init_state, pytree
 
 Array = jax.Array
@@ -91,6 +91,7 @@ def model_specs(
     act_dtype: str = "bf16",
     ssm_dtype: str = "fp32",
     implementation: str | None = None,
+    projection: str | None = None,
     mtp: bool | None = None,
     plan: ExecutionPlan | None = None,
 ) -> ModelSpecs:
@@ -98,8 +99,9 @@ def model_specs(
 
     slots: physical rows including HOLD. max_len: positions of a slot; a round needs length + width <= max_len.
     width: W, drafts + 1. act_dtype: dtype of weights, activations, keys and values. implementation: backend of the
-    linear layers, None for the best that can run; full attention always takes the best. mtp: keep the MTP head's state
-    (None: if the model has one). plan: a looped execution order (`plan_layers`), None for every layer once.
+    linear layers, None for the best that can run; full attention always takes the best. projection: of mode "replay";
+    None: the faster one where kernels run (`fastest_projection`), else "inline". mtp: keep the MTP head's state (None: if
+    the model has one). plan: a looped execution order (`plan_layers`), None for every layer once.
     Raises ValueError for illegal values and BackendError for an implementation that cannot run here.
     """
     mtp = bool(config.mtp_num_hidden_layers) if mtp is None else mtp
@@ -115,6 +117,7 @@ def model_specs(
         history=history,
         act_dtype=act_dtype,
         ssm_dtype=ssm_dtype,
+        projection=projection or "inline",
         state_key=plan.state_key,
     )
 
@@ -128,6 +131,8 @@ def model_specs(
         constraints = Constraints() if spec.kind == "full" else Constraints(implementation)
         return attention.select_backend(spec, capability, constraints).backend
 
+    if projection is None and choose(LayerSpec(ssm.rule, "linear", ssm=ssm)) != "xla":
+        ssm = replace(ssm, projection=fastest_projection(ssm))
     kv, mtp_kv, mtp_binding = kv_spec(plan.rows("full"), plan.state_key), None, None
     bindings = attention.group_layers(plan, ssm, kv, choose)
     if mtp:
