@@ -14,7 +14,7 @@ from kernels_pallas._compat import call, load, program_id, store, when
 from kernels_pallas.decode import request_tokens, zero_rows
 from kernels_pallas.gates import sigmoid
 
-CHANNELS = 256  # at most, of one program
+CHANNELS = 128  # at most, of one program: one a lane, so that neighbours in memory are neighbours in a warp
 
 
 def _conv_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, x_ref, weight_ref, *refs, width, block, interpret):
@@ -47,7 +47,7 @@ def _conv_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, x_ref, weig
             store(y_ref.at[first + jnp.minimum(t, tokens - 1), 0, c], y, mask=jnp.broadcast_to(t < tokens, c.shape))
 
 
-def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, width: int, num_warps: int = 1):
+def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, width: int):
     """Convolve the verify windows of one layer.
 
     pool [layers, S, C, kw-1 + W-1], donated; slots, offset, verify_len [R], cu [R+1] int32; x [T, C] in the pool's dtype,
@@ -64,7 +64,7 @@ def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, widt
         [jax.ShapeDtypeStruct((t, 1, channels), x.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         grid=(channels // block, slots.shape[0]),
         name=f"ssm_conv_w{width}",
-        num_warps=num_warps,
+        num_warps=max(1, block // 32),
         aliases={len(operands) - 1: 1},
         width=width,
         block=block,

@@ -31,7 +31,7 @@ RECORD_LEVELS = 2
 ROWS = 8  # records of one program of a pre-kernel
 STEP = 4  # records whose decays are in flight at a time
 UNROLL = 8  # windows up to this width are unrolled
-AHEAD = {4: 0, 2: 1}  # rows of x and c that are in flight before the first projection, by bytes of a state element
+AHEAD = 1  # rows of x and c of a longer window that are in flight before the first projection
 
 
 def iota(n: int, axis: int):
@@ -357,7 +357,7 @@ def _outputs_kernel(
 
             lax.fori_loop(0, tokens, body, [jnp.zeros((block_v,), jnp.float32)] * width)
         else:
-            ahead = AHEAD[state_ref.dtype.itemsize] if width > 1 else 0
+            ahead = AHEAD if width > 1 else 0
             # all projections before the substitution, which is a chain: the compiler then overlaps them; rows of a longer
             # window are fetched ahead of their turn, or a warp waits for every one of them
             x, h = [fetch(scalar(i)) for i in range(ahead)], []

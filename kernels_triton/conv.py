@@ -14,7 +14,7 @@ from kernels_triton.decode import request_tokens, zero_rows
 from kernels_triton.gates import sigmoid
 from kernels_triton.launch import launch, layer_row
 
-CHANNELS = 256  # at most, of one program
+CHANNELS = 128  # at most, of one program: one a lane, so that neighbours in memory are neighbours in a warp
 
 
 @triton.jit(do_not_specialize=["layer", "S", "R", "T"])
@@ -53,7 +53,7 @@ def _conv_kernel(
             tl.store(at, y, mask=tl.broadcast_to(t < tokens, [BLOCK]))
 
 
-def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, width: int, num_warps: int = 1):
+def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, width: int):
     """Convolve the verify windows of one layer.
 
     pool [layers, S, C, kw-1 + W-1], changed in place; slots, offset, verify_len [R], cu [R+1] int32; x [T, C] in the pool's
@@ -69,6 +69,6 @@ def conv(pool, row, slots, offset, verify_len, cu, x, weight, bias=None, *, widt
             _conv_kernel, (channels // block, r),
             slots, offset, verify_len, cu, x, weight, weight if bias is None else bias, pool, row, y, pool.shape[1], r, t,
             width, weight.shape[1], channels, block, bias is not None,
-            num_warps=num_warps,
+            num_warps=max(1, block // 32),
         )  # fmt: skip
     return y
