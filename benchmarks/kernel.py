@@ -117,3 +117,20 @@ def table(data: dict) -> tuple[list[str], list[list[str]]]:
             size = [f"{k['bytes'] / 1e6:.1f}", f"{100 * k['share']:.0f} %"] if k["bytes"] else ["-", "-"]
             rows.append([*where, name, f"{k['us']:.2f}", *size])
     return ["rule", "mode", "W", "state", "B", "implementation", "kernel", "µs", "MB", "copy rate"], rows
+
+
+def brief(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: a row a kernel and geometry, a column an implementation."""
+    kinds = [kind for kind in cycle.IMPLEMENTATIONS if any(c["implementation"] == kind for c in data["cells"])]
+    groups: dict[tuple, dict] = {}
+    for c in data["cells"]:
+        for name, k in c["kernels"].items():
+            if name in KERNELS:
+                groups.setdefault((c["rule"], c["mode"], str(c["width"]), c["ssm"], name), {})[c["implementation"]] = k
+    rows = []
+    for key, found in groups.items():
+        size = next(iter(found.values()))["bytes"]
+        share = f"{100 * max(k['share'] for k in found.values()):.0f} %" if size else "-"
+        times = [f"{found[kind]['us']:.1f}" if kind in found else "-" for kind in kinds]
+        rows.append([*key, f"{size / 1e6:.1f}" if size else "-", *times, share])
+    return ["rule", "mode", "W", "state", "kernel", "MB", *(f"{kind} µs" for kind in kinds), "copy rate, best"], rows

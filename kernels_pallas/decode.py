@@ -19,6 +19,8 @@ from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
     expand_rows,
     load_pieces,
+    load_raw_pieces,
+    load_raw_rows,
     load_rows,
     pair_levels,
     read,
@@ -26,6 +28,7 @@ from kernels_pallas.recurrence import (
     row_sums,
     step,
     store_pieces,
+    to_fp32,
 )
 
 SIZES = (16, 32, 64, 128, 256)
@@ -79,7 +82,7 @@ def _load_token(inputs, tok, head, rows, tile: Tile):
         return *_load_key(inputs, tok, head, rows, tile), _load_query(inputs, tok, head, tile)
     q_ref, k_ref, v_ref, a_ref, b_ref, A_ref, dt_ref = inputs
     q_at, k_at = ((tok, lax.div(head, v_ref.shape[1] // ref.shape[1])) for ref in (q_ref, k_ref))
-    k, q = (load_rows(ref, at, tile.m, tile.k, tile.levels, tile.warps) for ref, at in ((k_ref, k_at), (q_ref, q_at)))
+    k, q = (load_raw_rows(ref, at, tile.m, tile.k, tile.levels, tile.warps) for ref, at in ((k_ref, k_at), (q_ref, q_at)))
     v = load(v_ref.at[tok, head, rows])
     own = a_ref[tok, head], A_ref[head], dt_ref[head], load_vector(k_ref, k_at, tile.k), load_vector(q_ref, q_at, tile.k)
     return k, v, own, b_ref[tok, head], q
@@ -91,7 +94,7 @@ def _token(x, tile: Tile, scale: float):
     if isinstance(alpha, tuple):
         a, A, dt, k_row, q_row = alpha
         rk, rq = norm_of(k_row, tile), norm_of(q_row, tile)
-        k, q = [x * rk for x in k], [(x * rq) * scale for x in q]
+        k, q = [x * rk for x in to_fp32(k)], [(x * rq) * scale for x in to_fp32(q)]
         a, A, dt, beta = (x.astype(jnp.float32) for x in (a, A, dt, beta))
         alpha, beta = decay(a, A, dt, None), sigmoid(beta)
     return k, v, alpha, beta, q
@@ -136,24 +139,35 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
     # all four are known before the branch, so that they are waited for once
     @when((tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0))
     def _():
-        s = load_pieces(state_ref, (layer, slot * width + offset, head), column, tile.k, tile.levels)
+        state = load_raw_pieces(state_ref, (layer, slot * width + offset, head), column, tile.k, tile.levels)
 
-        def body(t, carry):
-            s, x = carry
-            following = x
-            if width > 1:
-                following = _load_token(inputs, first + jnp.minimum(t + 1, tokens - 1), head, rows, tile)
-            *key, q = _token(x, tile, scale)
-            s = next_state(s, key, tile)
+        def load_token(t):
+            return _load_token(inputs, first + t, head, rows, tile)
+
+        def advance(t, state, x):
+            *key, q = x
+            s = next_state(to_fp32(state), key, tile)
             o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
-            s = round_state(s, state_ref.dtype, tile.interpret)
+            state = [x.astype(state_ref.dtype) for x in s]
             store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
             at = (layer, slot * width + t, head)
-            store_pieces(state_ref, at, column, s, tile.k, tile.levels, eviction_policy="evict_first")
-            return s, following
+            store_pieces(state_ref, at, column, state, tile.k, tile.levels, eviction_policy="evict_first")
+            return state
 
-        # a loop for one token as well: a compiler moves loads down to their first use, but not into a loop
-        lax.fori_loop(0, tokens, body, (s, _load_token(inputs, first, head, rows, tile)))
+        def body(t, carry):
+            state, following = carry
+            x = _token(following, tile, scale)
+            following = load_token(jnp.minimum(t + 1, tokens - 1))
+            return advance(t, state, x), following
+
+        if width == 1:
+            # A loop that runs once, since a compiler moves loads down to their first use but not past a loop: the state is on
+            # its way while the token is loaded and its norms and gates are computed
+            one = lambda t, _: _token(load_token(t), tile, scale)  # noqa: E731
+            x = lax.fori_loop(0, tokens, one, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, 0, None)))
+            advance(0, state, x)
+        else:
+            lax.fori_loop(0, tokens, body, (state, load_token(0)))
 
     clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, rows)
 

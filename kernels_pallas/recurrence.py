@@ -95,14 +95,19 @@ def _within(cols, k: int, mask):
     return cols < k if mask is None else mask & (cols < k)
 
 
-def load_pieces(ref, lead, rows, k: int, levels: int, mask=None, other: float = 0.0, **options):
-    """Pieces in fp32 of ref[*lead, rows [M, 1], 0:k]; `other` where `mask` [M, 1] is false."""
+def load_raw_pieces(ref, lead, rows, k: int, levels: int, mask=None, other: float = 0.0, **options):
+    """Pieces of ref[*lead, rows [M, 1], 0:k], in its own dtype; `other` where `mask` [M, 1] is false."""
     out = []
     for cols in _columns(k, levels):
         m = _within(cols, k, mask)
         fill = None if m is None else jnp.full((), other, ref.dtype)
-        out.append(load(ref.at[(*lead, rows, cols)], mask=m, other=fill, **options).astype(jnp.float32))
+        out.append(load(ref.at[(*lead, rows, cols)], mask=m, other=fill, **options))
     return out
+
+
+def load_pieces(*args, **options):
+    """`load_raw_pieces` in fp32."""
+    return to_fp32(load_raw_pieces(*args, **options))
 
 
 def store_pieces(ref, lead, rows, pieces, k: int, levels: int, mask=None, **options):

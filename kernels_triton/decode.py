@@ -15,8 +15,12 @@ import triton.language as tl
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.launch import launch, layer_row
 from kernels_triton.recurrence import (
+    cast,
+    empty_rows,
     expand_rows,
     load_pieces,
+    load_raw_pieces,
+    load_raw_rows,
     load_rows,
     pair_levels,
     read,
@@ -25,6 +29,7 @@ from kernels_triton.recurrence import (
     step,
     store_pieces,
     times,
+    to_fp32,
 )
 
 SIZES = (16, 32, 64, 128, 256)
@@ -66,9 +71,9 @@ def _load_token(
     Keys, queries and KDA's decay as `load_rows` gives them: a loop carries few registers, `expand_rows` makes tiles of them.
     """
     q_at, k_at = q_ptr + (tok * H + head // (HV // H)) * K, k_ptr + (tok * KH + head // (HV // KH)) * K
-    k = load_rows(k_at, M, K, LEVELS, WARPS)
-    q = load_rows(q_at, M, K, LEVELS, WARPS)
-    v = tl.load(v_ptr + (tok * HV + head) * V + rows).to(tl.float32)
+    k = load_raw_rows(k_at, M, K, LEVELS, WARPS)
+    q = load_raw_rows(q_at, M, K, LEVELS, WARPS)
+    v = tl.load(v_ptr + (tok * HV + head) * V + rows)
     gate = tok * HV + head
     if RAW:
         lane = tl.arange(0, K)
@@ -82,13 +87,23 @@ def _load_token(
 @triton.jit
 def _token(x, K: tl.constexpr, G: tl.constexpr, KEY_LEVELS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr):
     """(k^ rows, q^ rows, v [M], decay, beta) of a token row, from what `_load_token` gave."""
-    k, q, v, alpha, beta = x
+    k, q, v, alpha, beta = to_fp32(x[0]), to_fp32(x[1]), x[2].to(tl.float32), x[3], x[4]
     if RAW:
         a, A, dt, k_row, q_row = alpha
         k = times(k, (norm_of(k_row, KEY_LEVELS),))
         q = times(times(q, (norm_of(q_row, KEY_LEVELS),)), (SCALE,))
         alpha, beta = (decay(a.to(tl.float32), A.to(tl.float32), dt.to(tl.float32), None),), sigmoid(beta.to(tl.float32))
     return k, q, v, alpha, beta
+
+
+@triton.jit
+def _no_token(K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
+    """Zeros in the place of what `_token` gives."""
+    row, one = empty_rows(M, K, LEVELS, WARPS), tl.zeros([], tl.float32)
+    alpha = (one,)
+    if G > 1:
+        alpha = row
+    return row, row, tl.zeros([M], tl.float32), alpha, one
 
 
 @triton.jit
@@ -128,27 +143,36 @@ def _native_kernel(
     offset = tl.load(offset_ptr + r)
     if (tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0):  # all known: a compiler then waits for them once
         base = layer * S * W + slot * W
-        s = load_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
-        x = _load_token(
-            q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
-            H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
-        )  # fmt: skip
-        # a loop for one token as well: a compiler moves loads down to their first use, but not into a loop
-        for t in range(tokens):
-            following = x
+        state = load_raw_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
+        if W == 1:
+            # A loop that runs once, since a compiler moves loads down to their first use but not past a loop: the state is on
+            # its way while the token is loaded and its norms and gates are computed
+            x = _no_token(K, G, M, LEVELS, WARPS)
+            for t in range(tokens):
+                following = _load_token(
+                    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + t, head, rows,
+                    H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
+                )  # fmt: skip
+                x = _token(following, K, G, KEY_LEVELS, RAW, SCALE)
+        else:
+            following = _load_token(
+                q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
+                H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
+            )  # fmt: skip
+        for t in range(1 if W == 1 else tokens):
             if W > 1:
+                x = _token(following, K, G, KEY_LEVELS, RAW, SCALE)
                 following = _load_token(
                     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
                     H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
                 )  # fmt: skip
-            k, q, v, alpha, beta = _token(x, K, G, KEY_LEVELS, RAW, SCALE)
-            s, _ = step(s, expand_rows(k, M), v, expand_gate(alpha, M, G), beta, LEVELS)
+            k, q, v, alpha, beta = x
+            s, _ = step(to_fp32(state), expand_rows(k, M), v, expand_gate(alpha, M, G), beta, LEVELS)
             o = read(s, expand_rows(q, M), LEVELS)
-            s = round_state(s, state_ptr.dtype.element_ty)
+            state = cast(s, state_ptr.dtype.element_ty)
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             at = state_ptr + ((base + t) * HV + head) * (V * K)
-            store_pieces(at, column, K, s, None, K, LEVELS, "evict_first")
-            x = following
+            store_pieces(at, column, K, state, None, K, LEVELS, "evict_first")
     clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 

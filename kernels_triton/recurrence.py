@@ -91,8 +91,18 @@ def spread(d, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
-    """Pieces in fp32 of the rows at ptr + rows [M, 1] * stride + 0..K; `other` where `mask` [M, 1] (or None) is false."""
+def cast(pieces, DTYPE: tl.constexpr):
+    """Every piece rounded to DTYPE."""
+    out = ()
+    for i in tl.static_range(len(pieces)):
+        out = out + (pieces[i].to(DTYPE),)
+    return out
+
+
+@triton.jit
+def load_raw_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
+    """Pieces of the rows at ptr + rows [M, 1] * stride + 0..K, in their own dtype; `other` where `mask` [M, 1] (or None) is
+    false."""
     WIDTH: tl.constexpr = LANES << LEVELS
     cols = tl.arange(0, WIDTH)[None, :]
     out = ()
@@ -104,8 +114,14 @@ def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.cons
             x = tl.load(at)
         else:
             x = tl.load(at, mask=mask, other=other)
-        out = out + (x.to(tl.float32),)
+        out = out + (x,)
     return out
+
+
+@triton.jit
+def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
+    """`load_raw_pieces` in fp32."""
+    return to_fp32(load_raw_pieces(ptr, rows, stride, mask, other, K, LEVELS))
 
 
 @triton.jit
@@ -161,16 +177,24 @@ def load_raw_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, N
 
 @triton.jit
 def to_fp32(pieces):
-    out = ()
-    for i in tl.static_range(len(pieces)):
-        out = out + (pieces[i].to(tl.float32),)
-    return out
+    return cast(pieces, tl.float32)
 
 
 @triton.jit
 def load_rows(ptr, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
     """`load_raw_rows` in fp32."""
     return to_fp32(load_raw_rows(ptr, M, K, LEVELS, NUM_WARPS))
+
+
+@triton.jit
+def empty_rows(M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Zeros in the place of what `load_rows` gives."""
+    WIDTH: tl.constexpr = LANES << LEVELS
+    ROWS: tl.constexpr = min(M, 4 * NUM_WARPS)
+    out = ()
+    for _ in tl.static_range((K + WIDTH - 1) // WIDTH):
+        out = out + (tl.zeros([ROWS, WIDTH], tl.float32),)
+    return out
 
 
 @triton.jit
