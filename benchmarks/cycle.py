@@ -17,8 +17,8 @@ import time
 from itertools import product
 
 from benchmarks import record
+from benchmarks.targets import IMPLEMENTATIONS, absolute, ratios  # noqa: F401  forms of the report
 
-IMPLEMENTATIONS = ("pallas", "triton", "jaxtriton")
 MODES = ("native", "compact", "replay", "precompute")
 LARGEST = 28 << 30  # bytes of one state: plans get fewer layers, down to one; what is larger still is left out, by name
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from benchmarks import cycle, device_time, parity, plots, record
+from benchmarks import cycle, device_time, parity, plots, record, targets
 from benchmarks.__main__ import COMMANDS, main
 
 GPU_ONLY = ("cycle", "kernel")
@@ -132,11 +132,24 @@ def test_tables_have_a_column_for_every_head():
     cells = {"cells": [good, bad, failed]}
     for c in data["cells"]:
         c["batch"] *= 128 if c["batch"] == 1 else 1
-    for heads, rows in (cycle.table(data), cycle.brief(data), cycle.batches(data), parity.table(cells), parity.brief(cells)):
+    forms = (cycle.table, cycle.brief, cycle.batches, cycle.absolute, cycle.ratios)
+    for heads, rows in (*(form(data) for form in forms), parity.table(cells), parity.brief(cells)):
         assert rows and all(len(row) == len(heads) for row in rows)
     told = [row[-1] for row in parity.table(cells)[1]]
     assert told == ["0 in 1 arrays", "state eager-pallas: 2", "ValueError: no"]
     assert parity.brief(cells)[1][0][-1] == "2 (1 cells failed)"
+
+
+def test_targets_say_which_bound_is_kept():
+    """A value is at its aim, within its bound or neither; a step that was not measured is a dash."""
+    data = cycle_data()
+    for c in data["cells"]:
+        c["batch"] = 128 if c["batch"] == 1 else 8
+    rows = cycle.absolute(data)[1]
+    assert rows[0][:4] == ["native decode", "fp32", "128", "145 / 134"] and rows[0][4:] == ["10.0 (aim)", "-", "-"]
+    told = [targets.verdict(x, 2.0, 1.0, 1) for x in (1.0, 1.5, 2.5)]
+    assert told == ["1.0 (aim)", "1.5 (met)", "2.5 (missed)"]
+    assert ["jaxtriton over triton, native decode", "fp32", "1.02 / 1.00", "-", "-", "-"] in cycle.ratios(data)[1]
 
 
 def test_report_draws_what_was_recorded(tmp_path):
@@ -157,7 +170,7 @@ def test_recorded_results_have_tables():
         if data.get("name") not in COMMANDS:
             continue
         module = importlib.import_module(f"benchmarks.{data['name']}")
-        for form in ("table", "brief", "batches"):
+        for form in ("table", "brief", "batches", "absolute", "ratios"):
             if hasattr(module, form):
                 heads, rows = getattr(module, form)(data)
                 assert rows and all(len(row) == len(heads) for row in rows), (path, form)
