@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from jax.experimental.pallas import triton as plt
 
-__all__ = ["call", "load", "on_cpu", "program_id", "store", "when"]
+__all__ = ["call", "inline_asm", "load", "on_cpu", "program_id", "store", "when"]
 
 program_id = pl.program_id
 when = pl.when
@@ -27,6 +27,14 @@ load = plt.load
 def store(ref, value, *, mask=None, eviction_policy=None) -> None:
     """Store `value`; interpret mode ignores the eviction policy."""
     plt.store(ref, value, mask=mask, eviction_policy=eviction_policy)
+
+
+def inline_asm(code: str, x):
+    """x in fp32 by PTX `code`, for a GPU: one value of fp32, $1, gives $0; two neighbours of bf16, $2, give $0 and $1."""
+    pack = 4 // x.dtype.itemsize
+    constraints = ",".join(["=&r"] * pack + ["r"])
+    out = jax.ShapeDtypeStruct(x.shape, "float32")
+    return plt.elementwise_inline_asm(code, args=[x], constraints=constraints, pack=pack, result_shape_dtypes=[out])[0]
 
 
 def on_cpu() -> bool:

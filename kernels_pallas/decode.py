@@ -2,8 +2,8 @@
 
 One program per (V block, value head, request), the V block fastest. A program owns its rows of the state: it reads them
 once, walks the tokens of its window in registers and rounds the running state to its storage dtype after every token.
-Everything that addresses depend on is loaded at once, before the first branch; the keys and values of token t+1 are
-loaded before token t is computed.
+Everything that addresses depend on is loaded at once, before the first branch; the keys and values of token t+1 are loaded
+before token t is computed (native) or when token t has used up its own (compact), which takes fewer registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kernels_pallas._compat import call, load, on_cpu, program_id, store, when
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
     expand_rows,
-    load_pieces,
     load_raw_pieces,
     load_raw_rows,
     load_rows,
@@ -29,6 +28,7 @@ from kernels_pallas.recurrence import (
     step,
     store_pieces,
     to_fp32,
+    widen,
 )
 
 SIZES = (16, 32, 64, 128, 256)
@@ -181,28 +181,30 @@ def _compact_kernel(layer_ref, slots_ref, lens_ref, cu_ref, *refs, width, tile, 
     group = o_ref.shape[1] // k_raw.shape[1]
     first, total = cu_ref[r], cu_ref[cu_ref.shape[0] - 1]
 
-    @when(tokens > 0)
+    # all three are known before the branch, so that they are waited for once
+    @when((tokens > 0) & (layer >= 0) & (first >= 0))
     def _():
-        s = load_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
-
-        # The next key and query take the registers of the last ones as soon as these are used up. Each load is followed by
-        # a store, since the compiler moves loads that nothing follows to the end, where they hide nothing.
-        def body(t, carry):
-            s, key, q = carry
-            following = first + jnp.minimum(t + 1, tokens - 1)
-            s, v = next_state(s, key, tile), key[1]
-            key = _load_key(inputs, following, head, rows, tile)
-            store(v_pool.at[layer, slot, head, t, rows], v)
-            o = read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
-            q = _load_query(inputs, following, head, tile)
-            store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
-            return round_state(s, state_ref.dtype, tile.interpret), key, q
-
-        start = (s, _load_key(inputs, first, head, rows, tile), _load_query(inputs, first, head, tile))
-        lax.fori_loop(0, tokens, body, start)
-
+        key, q = _load_key(inputs, first, head, rows, tile), _load_query(inputs, first, head, tile)
+        stored = load_raw_pieces(state_ref, (layer, slot, head), column, tile.k, tile.levels)
         t = lax.iota(jnp.int32, power_of_two(width))
         token, used = t[:, None], (t < tokens)[:, None]
+        # no load moves down past a store
+        _copy(inputs[2].at[first + token, head, rows[None, :]], v_pool.at[layer, slot, head, token, rows[None, :]], used)
+
+        def run(s, key, q):
+            """State after one token, not rounded, and its output [M]."""
+            s = next_state(s, key, tile)
+            return s, read(s, expand_rows(q, tile.m), tile.levels, tile.interpret)
+
+        def body(t, carry):
+            s, o = run(*carry)
+            store(o_ref.at[first + t, head, rows], o.astype(o_ref.dtype))
+            key, q = _load_key(inputs, first + t + 1, head, rows, tile), _load_query(inputs, first + t + 1, head, tile)
+            return round_state(s, state_ref.dtype, tile.interpret), key, q
+
+        carry = lax.fori_loop(0, tokens - 1, body, (widen(stored, interpret), key, q))
+        _, o = run(*carry)  # the last token's state is nobody's
+        store(o_ref.at[first + tokens - 1, head, rows], o.astype(o_ref.dtype))
 
         def channels(n):
             return lax.broadcasted_iota(jnp.int32, (1, n), 1)

@@ -14,14 +14,14 @@ from kernels_triton.gates import inverse_norm
 from kernels_triton.launch import launch
 from kernels_triton.recurrence import (
     expand_rows,
-    load_pieces,
+    load_raw_pieces,
     load_raw_rows,
     pair_levels,
     round_state,
     step,
     store_pieces,
     times,
-    to_fp32,
+    widen,
 )
 
 
@@ -29,7 +29,7 @@ from kernels_triton.recurrence import (
 def _norms(k_ptr, tokens, K: tl.constexpr, W2: tl.constexpr, LEVELS: tl.constexpr):
     """Inverse norms of the raw keys of a window, one a token, zero padded to a power of two: all at once, before the loop."""
     t = tl.arange(0, W2)[:, None]
-    return inverse_norm(load_pieces(k_ptr, t, K, t < tokens, 0.0, K, LEVELS), LEVELS)
+    return inverse_norm(widen(load_raw_pieces(k_ptr, t, K, t < tokens, 0.0, K, LEVELS)), LEVELS)
 
 
 @triton.jit
@@ -40,6 +40,15 @@ def _load_record(
     """(raw k rows, v [M], decay, beta) of record t; the pointers stand at record 0."""
     k, v = load_raw_rows(k_ptr + t * K, M, K, LEVELS, WARPS), tl.load(v_ptr + t * V + rows)
     return k, v, load_gate(decay_ptr + t * G, M, K, G, LEVELS, WARPS), tl.load(beta_ptr + t)
+
+
+@triton.jit
+def _next_state(s, record, norms, t, G: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr):
+    """State after record t, not rounded."""
+    k, v, alpha, beta = record
+    norm = tl.sum(tl.where(tl.arange(0, norms.shape[0]) == t, norms, 0.0), axis=0)
+    k_hat = expand_rows(times(widen(k), (norm,)), M)
+    return step(s, k_hat, v.to(tl.float32), expand_gate(alpha, M, G), beta, LEVELS)[0]
 
 
 @triton.jit(do_not_specialize=["S", "R"])
@@ -57,20 +66,16 @@ def _commit_kernel(
         state_at = state_ptr + (slot * HV + head) * (V * K)
         record, key = (slot * HV + head) * W, (slot * KH + head // (HV // KH)) * W
         k_at, v_at, decay_at, beta_at = k_pool + key * K, v_pool + record * V, decay_pool + record * G, beta_pool + record
-        s = load_pieces(state_at, column, K, None, 0.0, K, LEVELS)
+        s = widen(load_raw_pieces(state_at, column, K, None, 0.0, K, LEVELS))
         norms = _norms(k_at, tokens, K, W2, KEY_LEVELS)
-        # a record is loaded two steps before its turn
         x = _load_record(k_at, v_at, decay_at, beta_at, rows, 0, K, V, G, M, LEVELS, WARPS)
-        y = _load_record(k_at, v_at, decay_at, beta_at, rows, tl.minimum(1, tokens - 1), K, V, G, M, LEVELS, WARPS)
-        for t in range(tokens):
-            at = tl.minimum(t + 2, tokens - 1)
-            z = _load_record(k_at, v_at, decay_at, beta_at, rows, at, K, V, G, M, LEVELS, WARPS)
-            norm = tl.sum(tl.where(tl.arange(0, W2) == t, norms, 0.0), axis=0)
-            k_hat = expand_rows(times(to_fp32(x[0]), (norm,)), M)
-            s, _ = step(s, k_hat, x[1].to(tl.float32), expand_gate(x[2], M, G), x[3], LEVELS)
-            s = round_state(s, state_ptr.dtype.element_ty)
+        once = (tokens + W - 1) // W  # 1, which no compiler knows
+        for t in range(tokens - 1):
+            y = _load_record(k_at, v_at, decay_at, beta_at, rows, t + 1, K, V, G, M, LEVELS, WARPS)
+            for _ in range(once):  # the next record is on its way: a compiler moves loads down, but not past a loop
+                s = round_state(_next_state(s, x, norms, t, G, M, LEVELS), state_ptr.dtype.element_ty)
             x = y
-            y = z
+        s = _next_state(s, x, norms, tokens - 1, G, M, LEVELS)
         store_pieces(state_at, column, K, s, None, K, LEVELS, "evict_first")
 
 

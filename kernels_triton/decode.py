@@ -2,8 +2,8 @@
 
 One program per (V block, value head, request), the V block fastest. A program owns its rows of the state: it reads them
 once, walks the tokens of its window in registers and rounds the running state to its storage dtype after every token.
-Everything that addresses depend on is loaded at once, before the first branch; the keys and values of token t+1 are
-loaded before token t is computed.
+Everything that addresses depend on is loaded at once, before the first branch; the keys and values of token t+1 are loaded
+before token t is computed (native) or when token t has used up its own (compact), which takes fewer registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kernels_triton.recurrence import (
     cast,
     empty_rows,
     expand_rows,
-    load_pieces,
     load_raw_pieces,
     load_raw_rows,
     load_rows,
@@ -30,6 +29,7 @@ from kernels_triton.recurrence import (
     store_pieces,
     times,
     to_fp32,
+    widen,
 )
 
 SIZES = (16, 32, 64, 128, 256)
@@ -82,6 +82,17 @@ def _load_token(
     else:
         alpha, beta = load_gate(decay_ptr + gate * G, M, K, G, LEVELS, WARPS), tl.load(beta_ptr + gate)
     return k, q, v, alpha, beta
+
+
+@triton.jit
+def _load_key(
+    k_ptr, v_ptr, decay_ptr, beta_ptr, t, rows,
+    KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """(k^ rows, v [M], decay, beta) of the token row t after those that the pointers stand at."""
+    k, v = load_rows(k_ptr + t * (KH * K), M, K, LEVELS, WARPS), tl.load(v_ptr + t * (HV * V) + rows)
+    return k, v, load_gate(decay_ptr + t * (HV * G), M, K, G, LEVELS, WARPS), tl.load(beta_ptr + t * HV)
 
 
 @triton.jit
@@ -176,6 +187,14 @@ def _native_kernel(
     clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 
+@triton.jit
+def _verify_token(s, key, q, G: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr):
+    """State after one token, not rounded, and its output [M]."""
+    k, v, alpha, beta = key
+    s, _ = step(s, expand_rows(k, M), v.to(tl.float32), expand_gate(alpha, M, G), beta, LEVELS)
+    return s, read(s, expand_rows(q, M), LEVELS)
+
+
 @triton.jit(do_not_specialize=["layer", "S", "R", "T"])
 def _compact_kernel(
     slots_ptr, lens_ptr, cu_ptr, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, k_raw_ptr, state_ptr,
@@ -189,37 +208,40 @@ def _compact_kernel(
     layer = layer_row(layer)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
-    if tokens > 0:
+    if (tokens > 0) & (layer >= 0) & (first >= 0):  # all known: a compiler then waits for them once
         slot += layer * S
         record = (slot * HV + head) * W  # of token 0 in the pools per value head
-        s = load_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
-        x = _load_token(
-            q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, q_ptr, q_ptr, first, head, rows,
-            H, KH, HV, K, V, G, M, LEVELS, LEVELS, WARPS, False, 1.0,
-        )  # fmt: skip
-        for t in range(tokens):
-            following = _load_token(
-                q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, q_ptr, q_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
-                H, KH, HV, K, V, G, M, LEVELS, LEVELS, WARPS, False, 1.0,
-            )  # fmt: skip
-            s, _ = step(s, expand_rows(x[0], M), x[2], expand_gate(x[3], M, G), x[4], LEVELS)
-            o = read(s, expand_rows(x[1], M), LEVELS)
+        # all of token 0, whose row is `first`; a token on is a constant number of elements on
+        q_at, k_at = q_ptr + (first * H + head // (HV // H)) * K, k_ptr + (first * KH + head // (HV // KH)) * K
+        gate = first * HV + head
+        v_at, o_at, decay_at, beta_at = v_ptr + gate * V, o_ptr + gate * V, decay_ptr + gate * G, beta_ptr + gate
+        key = _load_key(k_at, v_at, decay_at, beta_at, 0, rows, KH, HV, K, V, G, M, LEVELS, WARPS)
+        q = load_rows(q_at, M, K, LEVELS, WARPS)
+        stored = load_raw_pieces(state_ptr + (slot * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
+        i = tl.arange(0, W2)[:, None]
+        v = tl.load(v_at + i * (HV * V) + rows[None, :], mask=i < tokens, other=0.0)
+        tl.store(v_pool + (record + i) * V + rows[None, :], v, mask=i < tokens)  # no load moves down past a store
+        s = widen(stored)
+        for t in range(tokens - 1):
+            s, o = _verify_token(s, key, q, G, M, LEVELS)
+            tl.store(o_at + t * (HV * V) + rows, o.to(o_ptr.dtype.element_ty))
+            key = _load_key(k_at, v_at, decay_at, beta_at, t + 1, rows, KH, HV, K, V, G, M, LEVELS, WARPS)
+            q = load_rows(q_at + (t + 1) * (H * K), M, K, LEVELS, WARPS)
             s = round_state(s, state_ptr.dtype.element_ty)
-            tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
-            tl.store(v_pool + (record + t) * V + rows, x[2].to(v_pool.dtype.element_ty))
-            x = following
+        _, o = _verify_token(s, key, q, G, M, LEVELS)  # the last token's state is nobody's
+        tl.store(o_at + (tokens - 1) * (HV * V) + rows, o.to(o_ptr.dtype.element_ty))
         t = tl.arange(0, W2)
         token, used = first + t, t < tokens
         if block == 0:
-            gate = tl.arange(0, G)[None, :]
-            alpha = tl.load(decay_ptr + (token * HV + head)[:, None] * G + gate, mask=used[:, None], other=0.0)
-            tl.store(decay_pool + (record + t)[:, None] * G + gate, alpha, mask=used[:, None])
+            channel = tl.arange(0, G)[None, :]
+            alpha = tl.load(decay_ptr + (token * HV + head)[:, None] * G + channel, mask=used[:, None], other=0.0)
+            tl.store(decay_pool + (record + t)[:, None] * G + channel, alpha, mask=used[:, None])
             beta = tl.load(beta_ptr + token * HV + head, mask=used, other=0.0)
             tl.store(beta_pool + record + t, beta, mask=used)
             if head % (HV // KH) == 0:
-                key, k = head // (HV // KH), tl.arange(0, K)[None, :]
-                raw = tl.load(k_raw_ptr + (token * KH + key)[:, None] * K + k, mask=used[:, None], other=0.0)
-                tl.store(k_pool + ((slot * KH + key) * W + t)[:, None] * K + k, raw, mask=used[:, None])
+                k_head, k = head // (HV // KH), tl.arange(0, K)[None, :]
+                raw = tl.load(k_raw_ptr + (token * KH + k_head)[:, None] * K + k, mask=used[:, None], other=0.0)
+                tl.store(k_pool + ((slot * KH + k_head) * W + t)[:, None] * K + k, raw, mask=used[:, None])
     clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 
@@ -274,7 +296,7 @@ def compact(state, window, row, slots, verify_len, cu, inputs, k_raw, *, width: 
     q, k, v, decays, betas = inputs
     _, slots_total, heads, v_dim, k_dim = state.shape
     m, o, r = min(block_v, v_dim), torch.empty_like(v), slots.shape[0]
-    fits = decays.shape[-1] == 1 and state.dtype == torch.float32  # with decays as vectors, or rounding, registers would spill
+    fits = decays.shape[-1] == 1  # with decays as vectors registers would spill
     if r:
         launch(
             _compact_kernel, (v_dim // m, heads, r),
