@@ -17,6 +17,7 @@ from jax import lax
 from kernels_pallas._compat import call, load, on_cpu, program_id, store, when
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
+    empty_rows,
     expand_rows,
     load_raw_pieces,
     load_raw_rows,
@@ -77,7 +78,7 @@ def _load_key(inputs, tok, head, rows, tile: Tile):
 
 
 def _load_token(inputs, tok, head, rows, tile: Tile):
-    """What one token row needs from memory, prologue results or raw inputs; `_token` makes its values of it."""
+    """What one token row needs from memory, prologue results or raw inputs; of the latter `_token` makes its values."""
     if len(inputs) == 5:
         return *_load_key(inputs, tok, head, rows, tile), _load_query(inputs, tok, head, tile)
     q_ref, k_ref, v_ref, a_ref, b_ref, A_ref, dt_ref = inputs
@@ -89,15 +90,12 @@ def _load_token(inputs, tok, head, rows, tile: Tile):
 
 
 def _token(x, tile: Tile, scale: float):
-    """(k^ rows, v, decay, beta, q^ rows) of a token row, from what `_load_token` gave."""
-    k, v, alpha, beta, q = x
-    if isinstance(alpha, tuple):
-        a, A, dt, k_row, q_row = alpha
-        rk, rq = norm_of(k_row, tile), norm_of(q_row, tile)
-        k, q = [x * rk for x in to_fp32(k)], [(x * rq) * scale for x in to_fp32(q)]
-        a, A, dt, beta = (x.astype(jnp.float32) for x in (a, A, dt, beta))
-        alpha, beta = decay(a, A, dt, None), sigmoid(beta)
-    return k, v, alpha, beta, q
+    """(k^ rows, v, decay, beta, q^ rows) of a token row, from the raw inputs that `_load_token` gave."""
+    k, v, (a, A, dt, k_row, q_row), b, q = x
+    rk, rq = norm_of(k_row, tile), norm_of(q_row, tile)
+    k, q = [x * rk for x in to_fp32(k)], [(x * rq) * scale for x in to_fp32(q)]
+    a, A, dt, b = (x.astype(jnp.float32) for x in (a, A, dt, b))
+    return k, v, decay(a, A, dt, None), sigmoid(b), q
 
 
 def next_state(s, key, tile: Tile):
@@ -154,19 +152,27 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
             store_pieces(state_ref, at, column, state, tile.k, tile.levels, eviction_policy="evict_first")
             return state
 
-        def body(t, carry):
-            state, following = carry
-            x = _token(following, tile, scale)
-            following = load_token(jnp.minimum(t + 1, tokens - 1))
-            return advance(t, state, x), following
-
-        if width == 1:
+        if len(inputs) > 5:
             # A loop that runs once, since a compiler moves loads down to their first use but not past a loop: the state is on
             # its way while the token is loaded and its norms and gates are computed
-            one = lambda t, _: _token(load_token(t), tile, scale)  # noqa: E731
-            x = lax.fori_loop(0, tokens, one, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, 0, None)))
+            nothing = empty_rows(tile.m, tile.k, tile.levels, tile.warps)
+            nothing = (nothing, jnp.zeros((tile.m,), o_ref.dtype), jnp.float32(0), jnp.float32(0), nothing)
+            x = lax.fori_loop(0, tokens, lambda t, _: _token(load_token(t), tile, scale), nothing)
             advance(0, state, x)
+        elif width == 1:
+            x = load_token(0)
+
+            def one(t, _):  # in a loop for the same reason
+                advance(t, state, x)
+
+            lax.fori_loop(0, tokens, one, None)
         else:
+
+            def body(t, carry):
+                state, x = carry
+                following = load_token(jnp.minimum(t + 1, tokens - 1))
+                return advance(t, state, x), following
+
             lax.fori_loop(0, tokens, body, (state, load_token(0)))
 
     clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, rows)

@@ -163,6 +163,12 @@ def load_rows(*args, **options):
     return to_fp32(load_raw_rows(*args, **options))
 
 
+def empty_rows(m: int, k: int, levels: int, num_warps: int):
+    """Zeros in the place of what `load_rows` gives."""
+    width = LANES << levels
+    return [jnp.zeros((min(m, 4 * num_warps), width), jnp.float32)] * max(1, k // width)
+
+
 def expand_rows(pieces, m: int):
     """Pieces [rows, width] with equal rows as [m, width], by the same registers."""
     return [jnp.broadcast_to(x.reshape(1, *x.shape), (m // x.shape[0], *x.shape)).reshape(m, x.shape[1]) for x in pieces]

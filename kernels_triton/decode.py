@@ -108,16 +108,6 @@ def _token(x, K: tl.constexpr, G: tl.constexpr, KEY_LEVELS: tl.constexpr, RAW: t
 
 
 @triton.jit
-def _no_token(K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
-    """Zeros in the place of what `_token` gives."""
-    row, one = empty_rows(M, K, LEVELS, WARPS), tl.zeros([], tl.float32)
-    alpha = (one,)
-    if G > 1:
-        alpha = row
-    return row, row, tl.zeros([M], tl.float32), alpha, one
-
-
-@triton.jit
 def zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV: tl.constexpr, V: tl.constexpr):
     """Padding token rows are exactly zero: request row r clears rows total + r, total + r + R, .. of its head and V block."""
     clear_rows(o_ptr, tl.load(cu_ptr + R).to(tl.int64) + r, R, head, rows, T, HV, V)
@@ -155,10 +145,11 @@ def _native_kernel(
     if (tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0):  # all known: a compiler then waits for them once
         base = layer * S * W + slot * W
         state = load_raw_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
-        if W == 1:
+        if RAW:
             # A loop that runs once, since a compiler moves loads down to their first use but not past a loop: the state is on
             # its way while the token is loaded and its norms and gates are computed
-            x = _no_token(K, G, M, LEVELS, WARPS)
+            row, zero = empty_rows(M, K, LEVELS, WARPS), tl.zeros([], tl.float32)
+            x = row, row, tl.zeros([M], tl.float32), (zero,), zero
             for t in range(tokens):
                 following = _load_token(
                     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + t, head, rows,
@@ -170,9 +161,10 @@ def _native_kernel(
                 q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first, head, rows,
                 H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
             )  # fmt: skip
-        for t in range(1 if W == 1 else tokens):
-            if W > 1:
+        for t in range(1 if RAW else tokens):
+            if not RAW:
                 x = _token(following, K, G, KEY_LEVELS, RAW, SCALE)
+            if W > 1:
                 following = _load_token(
                     q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, A_ptr, dt_ptr, first + tl.minimum(t + 1, tokens - 1), head, rows,
                     H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
@@ -180,10 +172,12 @@ def _native_kernel(
             k, q, v, alpha, beta = x
             s, _ = step(to_fp32(state), expand_rows(k, M), v, expand_gate(alpha, M, G), beta, LEVELS)
             o = read(s, expand_rows(q, M), LEVELS)
-            state = cast(s, state_ptr.dtype.element_ty)
+            rounded = cast(s, state_ptr.dtype.element_ty)
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             at = state_ptr + ((base + t) * HV + head) * (V * K)
-            store_pieces(at, column, K, state, None, K, LEVELS, "evict_first")
+            store_pieces(at, column, K, rounded, None, K, LEVELS, "evict_first")
+            if W > 1:
+                state = rounded
     clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
 
