@@ -56,18 +56,14 @@ def triton_prepare(spec, state, layout, launch):
 
 def triton_forward(spec, state, layout, row, x, launch, pre_warps=1):
     from kernels_triton import precompute, project
-    from kernels_triton.gates import prologue
 
     module = precompute if spec.precompute else project
     h, index = state.extra, (row, layout.slots, layout.verify_len, layout.cu)
-    if spec.rule == "gdn":
-        tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
-    else:
-        core = prologue(x.q, x.k, x.a, x.b, x.A_log, x.dt_bias, scale=spec.scale, lower_bound=spec.lower_bound)
-        tokens = (*core, x.k)
+    tokens = (x.q, x.k, x.a, x.b, x.A_log, x.dt_bias)
     window = module.coefficients(
-        index, h.forward_cursor, tokens, pools(h, "k decay beta"), width=spec.width, scale=spec.scale, num_warps=pre_warps
-    )
+        index, h.forward_cursor, tokens, pools(h, "k decay beta"),
+        width=spec.width, scale=spec.scale, lower_bound=spec.lower_bound, num_warps=pre_warps,
+    )  # fmt: skip
     return module.outputs(index, h.forward_cursor, x.v, window, state.ssm, pools(h, "v d"), gdn=spec.rule == "gdn", **launch)
 
 

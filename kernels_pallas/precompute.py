@@ -15,9 +15,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, store, when
+from kernels_pallas.channels import (
+    by_heads,
+    channels,
+    history,
+    load_window,
+    stack,
+    store_products,
+    store_window,
+    window,
+)
 from kernels_pallas.decode import request_tokens, zero_rows
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
-from kernels_pallas.project import STEP, iota, live_half, scalar
+from kernels_pallas.project import iota, live_half, scalar
 from kernels_pallas.recurrence import pair_levels, row_sums
 
 PARTS = 3
@@ -160,65 +170,45 @@ def _gdn_kernel(
 
 
 def _kda_kernel(
-    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, raw_ref,
-    _k, _decay, _beta, x_ref, coef_ref, window_ref, scalar_ref, k_out, decay_out, beta_out,
-    *, width: int, interpret: bool
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, *refs,
+    width: int, scale: float, lower_bound: float | None, interpret: bool
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request and head, and the records k, decay, beta."""
+    *tokens_refs, _, _, _, x_ref, coef_ref, window_ref, scalar_ref, k_out, decay_out, beta_out = refs
     head, r, layer = program_id(0), program_id(1), layer_ref[0]
-    k_dim, length, n_cols, m = q_ref.shape[2], k_out.shape[3] // 2, x_ref.shape[3], coef_ref.shape[3]
-    levels, one, zero = pair_levels(raw_ref.dtype, k_dim), jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    k_dim, length, n_cols, m = k_out.shape[4], k_out.shape[3] // 2, x_ref.shape[3], coef_ref.shape[3]
+    levels = pair_levels(k_out.dtype, k_dim)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, k_out.shape[1] - 1)
     first = cu_ref[r]
 
-    @when(tokens > 0)
+    @when((tokens > 0) & (first >= 0) & (layer >= 0))  # all known: a compiler waits for them once
     def _():
         n, base = live_half(cursor_ref, slot, length)
-        j, i, column, channel = iota(m, 0), iota(n_cols, 0), jnp.arange(n_cols, dtype=jnp.int32), iota(k_dim, 1)
-        t, is_q = lax.div(i, 2), lax.rem(i, 2) == 1
-        keys = _rows(k_out, base + j, (layer, slot, head), (), j < n, k_dim)
-        x_k = _rows(k_ref, first + t, (), (head,), (t < tokens) & ~is_q, k_dim)
-        x_q = _rows(q_ref, first + t, (), (head,), (t < tokens) & is_q, k_dim)
-        x = jnp.where(is_q, x_q, x_k)
+        lead = layer, slot, head
+        tiles, passed_0 = history(k_out, decay_out, lead, base, n, DOT, m, levels, interpret)
+        x = load_window(tokens_refs, first, head, tokens, width)
+        q, k, alphas, raw, beta = window(x, levels, scale, lower_bound, interpret)
+        store_window(k_out, decay_out, beta_out, lead, base + n, alphas, raw, beta, tokens)
 
-        # records: keys decayed to the start of the window, and the decay since the checkpoint
-        keys = jnp.where(j < n, keys.astype(jnp.float32) * _norms(keys, levels, interpret)[:, None], 0.0)
+        def put(i, column, values, mask):
+            store(window_ref.at[r, head, i, column], values, mask=mask)
 
-        def body(step, carry):
-            keys, passed_0 = carry
-            for u in range(STEP):
-                u = step * STEP + u
-                alpha = load(decay_out.at[layer, slot, head, base + jnp.minimum(u, n - 1), channel])
-                passed_0 = jnp.where(u < n, passed_0 * alpha, passed_0)
-                keys = jnp.where((j < u) & (u < n), keys * alpha, keys)
-            return keys, passed_0
+        store_products(put, q, k, alphas, tokens, 2, interpret)
+        t = jnp.arange(beta.shape[0], dtype=jnp.int32)
+        store(scalar_ref.at[r, head, scalar(1), 2 * t], beta)
 
-        steps = lax.div(n + (STEP - 1), STEP)
-        keys, passed_0 = lax.fori_loop(0, steps, body, (keys, jnp.ones((1, k_dim), jnp.float32)))
-
-        # window, from its last token back: `passed` holds P(u->t) in the rows of the tokens t
-        passed = jnp.ones((n_cols, k_dim), jnp.float32)
-        for u in reversed(range(width)):
-            live = u < tokens
-            k_u = load(k_ref.at[first + u, head, channel], mask=live, other=zero)
-            alpha = load(decay_ref.at[first + u, head, channel], mask=live, other=one)
-            c = row_sums((x * passed) * k_u, 2, interpret)
-            reached = (column > 2 * u) & (column < 2 * tokens)
-            store(window_ref.at[r, head, scalar(u), column], jnp.where(reached, c, 0.0))
-            passed = jnp.where(t >= u, passed * alpha, passed)
-        x = x * passed
-        c = dot(split(keys), split(x), jnp.zeros((m, n_cols), jnp.float32))
-        store(coef_ref.at[r, head, iota(n_cols, 1), j], c)
-        for p, part in enumerate(split(x * passed_0)):
-            store(x_ref.at[r, head, scalar(p), i, channel], part)
-
-        t, token = iota(power_of_two(width), 0), jnp.arange(power_of_two(width), dtype=jnp.int32)
-        beta = load(beta_ref.at[first + token, head], mask=token < tokens, other=zero)
-        store(scalar_ref.at[r, head, scalar(1), 2 * token], beta)
-        store(beta_out.at[layer, slot, head, base + n + token], beta, mask=token < tokens)
-        for ref, out in ((decay_ref, decay_out), (raw_ref, k_out)):
-            x = _rows(ref, first + t, (), (head,), t < tokens, k_dim)
-            store(out.at[layer, slot, head, base + n + t, channel], x, mask=t < tokens)
+        # columns decayed to the start of the window, and further to the checkpoint
+        rows, passed = [], jnp.ones((1, k_dim), jnp.float32)
+        for t in range(width):
+            passed = passed * alphas[t]
+            rows += [k[t] * passed, q[t] * passed]
+        cols = stack(rows, n_cols)
+        for p, part in enumerate(split(cols * passed_0)):
+            store(x_ref.at[r, head, scalar(p), iota(n_cols, 0), channels(k_dim)], part)
+        parts = split(cols)
+        for p, tile in enumerate(tiles):
+            c = dot(split(tile), parts, jnp.zeros((DOT, n_cols), jnp.float32))
+            store(coef_ref.at[r, head, iota(n_cols, 1), p * DOT + iota(DOT, 0)], c)
 
 
 def columns(width: int) -> int:
@@ -226,16 +216,18 @@ def columns(width: int) -> int:
     return max(COLUMNS, 2 * power_of_two(width))
 
 
-def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int | None = None):
+def coefficients(
+    index, cursor, tokens, pools, *, width: int, scale: float, lower_bound: float | None = None, num_warps: int = 1
+):
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
     Arguments as for `project.coefficients`. Returns x [R, heads, P, N, K] bf16 parts of the columns (GDN: raw rows, P = 1 or
     3 by their dtype; KDA: P(0->t) x, P = 3), c [R, HV, N, max(L, 16)] fp32, the coefficients of live records, the others
-    zero, w [R, HV, W, N] fp32, the coefficients of window tokens, zero in the columns that they do not reach, scalars
-    [R, HV, 2, N] fp32 (GDN: factor of a column, P(0->t) times norm and scale; then beta_t in column 2t), and the pools. Rows
-    of requests that are not live, and w beyond T_r, may be left unwritten. heads is H when H = KH, else HV.
+    zero, w [R, HV, W, N] fp32, the coefficients of window tokens in the columns that they reach, scalars [R, HV, 2, N] fp32
+    (GDN: factor of a column, P(0->t) times norm and scale; then beta_t in column 2t), and the pools. Rows of requests that
+    are not live, w beyond T_r and its other columns may be left unwritten. heads is H when H = KH, else HV.
     """
-    q, k = tokens[:2]
+    q, k, *rest = tokens
     requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
     gdn, n = gates == 1, columns(width)
     heads = q.shape[1] if q.shape[1] == k.shape[1] else v_heads
@@ -246,17 +238,22 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
         jax.ShapeDtypeStruct((requests, v_heads, width, n), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2, n), jnp.float32),
     ]
-    *window, k, decays, beta = call(
+    if gdn:
+        static = dict(heads=heads)
+    else:
+        static, tokens = dict(lower_bound=lower_bound), (q, k, *by_heads(rest, v_heads))
+    *coef, k, decays, beta = call(
         _gdn_kernel if gdn else _kda_kernel,
         (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
         grid=(heads, requests),
         name=f"replay_precompute_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
-        num_warps=num_warps or (1 if gdn else 4),
+        num_warps=num_warps,
         aliases={len(index) + 1 + len(tokens) + i: len(scratch) + i for i in range(3)},
         width=width,
-        **({"heads": heads, "scale": scale} if gdn else {}),
+        scale=scale,
+        **static,
     )(*index, cursor, *tokens, *pools)
-    return *window, [k, decays, beta]
+    return *coef, [k, decays, beta]
 
 
 # ------------------------------------------------------------------------------------------------------- main kernel

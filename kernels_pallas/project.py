@@ -1,8 +1,8 @@
 """Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
 
 The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
-launches: `coefficients`, one program per (request, key head, block of records), and `outputs`, one program per (V block,
-value head, request). The state is read once and not written.
+launches: `coefficients`, one program per (request, key head, block of records) or, with KDA, per (request, head), and
+`outputs`, one program per (V block, value head, request). The state is read once and not written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, store, when
+from kernels_pallas.channels import (
+    by_heads,
+    channels,
+    history,
+    load_window,
+    store_products,
+    store_window,
+    sums,
+    window,
+)
 from kernels_pallas.decode import request_tokens, zero_rows
 from kernels_pallas.gates import decay, inverse_norm, power_of_two, sigmoid
 from kernels_pallas.recurrence import (
@@ -28,8 +38,7 @@ from kernels_pallas.recurrence import (
 )
 
 RECORD_LEVELS = 2
-ROWS = 8  # records of one program of a pre-kernel
-STEP = 4  # records whose decays are in flight at a time
+ROWS = 8  # records of one tile of a pre-kernel
 UNROLL = 8  # windows up to this width are unrolled
 AHEAD = 1  # rows of x and c of a longer window that are in flight before the first projection
 
@@ -170,79 +179,59 @@ def _normalise(pieces, levels, interpret):
 
 
 def _kda_kernel(
-    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, decay_ref, beta_ref, raw_ref,
-    k_pool, decay_pool, beta_pool, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out,
-    *, width: int, m: int, warps: int, interpret: bool
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, *refs,
+    width: int, scale: float, lower_bound: float | None, interpret: bool
 ):  # fmt: skip
-    """Steps 1 and 2 of KDA for one request, head and m records: c_jt; one more block does P(0->t) x and the records."""
-    block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
-    k_dim, length = q_ref.shape[2], k_pool.shape[3] // 2
-    blocks, levels = length // m, pair_levels(raw_ref.dtype, k_dim)
-    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_pool.shape[1] - 1)
+    """Steps 1 and 2 of KDA for one request and head: c_jt and P(0->t) x, and the records k, decay, beta."""
+    *tokens_refs, _, _, _, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out = refs
+    head, r, layer = program_id(0), program_id(1), layer_ref[0]
+    k_dim, length = k_out.shape[4], k_out.shape[3] // 2
+    levels = pair_levels(k_out.dtype, k_dim)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_out.shape[1] - 1)
+    first = cu_ref[r]
 
-    def decay_by(pieces, ref, lead, applies, levels):
-        """Pieces times the decay ref[*lead] in the rows where `applies` [M, 1]."""
-        a = load_row_pieces(ref, lead, pieces[0].shape[0], k_dim, levels, warps)
-        return [x * jnp.where(applies, y, 1.0) for x, y in zip(pieces, a, strict=True)]
-
-    @when(tokens > 0)
+    @when((tokens > 0) & (first >= 0) & (layer >= 0))  # all known: a compiler waits for them once
     def _():
-        first = cu_ref[r]
         n, base = live_half(cursor_ref, slot, length)
+        lead = layer, slot, head
+        tiles, passed = history(k_out, decay_out, lead, base, n, ROWS, length, levels, interpret)
+        x = load_window(tokens_refs, first, head, tokens, width)
+        q, k, alphas, raw, beta = window(x, levels, scale, lower_bound, interpret)
+        store_window(k_out, decay_out, beta_out, lead, base + n, alphas, raw, beta, tokens)
 
-        def decay_by_records(pieces, start, rows, levels):
-            """Pieces times the decays of the records start..n-1, each in the rows [M, 1] before it."""
+        def put(i, column, values, mask):
+            store(coef_ref.at[r, head, column, n + i], values, mask=mask)
 
-            def body(i, pieces):
-                for step in range(STEP):
-                    at = start + i * STEP + step
-                    lead = (layer, slot, head, base + jnp.minimum(at, n - 1))
-                    pieces = decay_by(pieces, decay_pool, lead, (rows < at) & (at < n), levels)
-                return pieces
+        store_products(put, q, k, alphas, tokens, levels, interpret)
+        i, is_q = jnp.arange(2 * ROWS, dtype=jnp.int32), iota(2 * ROWS, 0) >= ROWS
+        for p, tile in enumerate(tiles):
 
-            return lax.fori_loop(0, lax.div(jnp.maximum(n - start, 0) + (STEP - 1), STEP), body, pieces)
+            @when(n > p * ROWS)
+            def _(p=p, tile=tile):
+                both = jnp.stack([tile, tile], axis=-1).transpose(2, 0, 1).reshape(2 * ROWS, k_dim)
+                for t in range(width):
+                    both = both * alphas[t]
+                    c = sums(both * jnp.where(is_q, q[t], k[t]), levels, interpret)
+                    j = p * ROWS + lax.rem(i, ROWS)
+                    store(coef_ref.at[r, head, 2 * t + lax.div(i, ROWS), j], c, mask=j < n)
 
-        @when((block < blocks) & (block * m < n + tokens))
-        def _():
-            j = block * m + iota(m, 0)
-            keys = _window_keys(k_pool, raw_ref, (layer, slot, base, first), j, n, tokens, head, levels)
-            keys = decay_by_records(_normalise(keys, levels, interpret), block * m, j, levels)
-            lane = block * m + jnp.arange(m, dtype=jnp.int32)
-
-            def advance(t, keys):
-                row = first + jnp.minimum(t, tokens - 1)
-                keys = decay_by(keys, decay_ref, (row, head), (j < n + t) & (t < tokens), levels)
-                for i, ref in enumerate((k_ref, q_ref)):
-                    x = load_row_pieces(ref, (row, head), m, k_dim, levels, warps)
-                    store(coef_ref.at[r, head, 2 * t + i, lane], read(keys, x, levels, interpret))
-                return keys
-
-            _each_token(width, advance, keys)
-
-        @when(block == blocks)
-        def _():
-            t, levels = iota(power_of_two(width), 0), pair_levels(jnp.float32, k_dim)
-            real, inside, at = t < tokens, t < width, base + n + t
-            k_hat, q_hat, raw = (load_pieces(x, (first + t,), head, k_dim, levels, real) for x in (k_ref, q_ref, raw_ref))
-            a = load_pieces(decay_ref, (first + t,), head, k_dim, levels, real, other=1.0)
-            passed = decay_by_records([jnp.ones_like(p) for p in k_hat], 0, -1 - t, levels)
-            passed = lax.fori_loop(0, tokens, lambda i, p: decay_by(p, decay_ref, (first + i, head), t >= i, levels), passed)
-            for i, x in enumerate((k_hat, q_hat)):
-                x = [a * b for a, b in zip(passed, x, strict=True)]
-                store_pieces(x_ref, (r, head), 2 * t + i, x, k_dim, levels, mask=inside)
-            beta = load(beta_ref.at[first + t, head], mask=real, other=jnp.zeros((), jnp.float32))
-            store(scalar_ref.at[r, head, 2 * t + 1], beta, mask=inside)
-            store(beta_out.at[layer, slot, head, at], beta, mask=real)
-            store_pieces(k_out, (layer, slot, head), at, raw, k_dim, levels, mask=real)
-            store_pieces(decay_out, (layer, slot, head), at, a, k_dim, levels, mask=real)
+        for t in range(width):
+            passed = passed * alphas[t]
+            store(x_ref.at[r, head, scalar(2 * t), channels(k_dim)], passed * k[t])
+            store(x_ref.at[r, head, scalar(2 * t + 1), channels(k_dim)], passed * q[t])
+        t = jnp.arange(beta.shape[0], dtype=jnp.int32)
+        store(scalar_ref.at[r, head, 2 * t + 1], beta, mask=t < width)
 
 
-def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int = 1):
+def coefficients(
+    index, cursor, tokens, pools, *, width: int, scale: float, lower_bound: float | None = None, num_warps: int = 1
+):
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
     index: (layer [1], slots [R], verify_len [R], cu [R+1]) int32; cursor [S] int32 (the forward's copy). tokens, GDN: raw
     q [T, H, K] and k [T, KH, K], then decay [T, HV, 1] and beta [T, HV] fp32, or the raw a, b [T, HV], A_log and dt_bias
-    [HV] whose gates are then computed inside. KDA: q^, k^ [T, HV, K], decay [T, HV, K], beta [T, HV] fp32 and raw k.
+    [HV] whose gates are then computed inside. KDA: q^, k^ [T, HV, K], decay [T, HV, K], beta [T, HV] fp32 and raw k, or the
+    raw q, k, a [T, HV * K], b, A_log [HV] and dt_bias [HV * K].
     pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L], written at the records
     n..n+T_r-1 of each live half; donate them.
 
@@ -251,7 +240,7 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     requests that are not live, and columns of c at n + T_r and beyond, may be left unwritten. heads is H when H = KH, else
     HV.
     """
-    q, k = tokens[:2]
+    q, k, *rest = tokens
     requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
     length, gdn = double // 2, gates == 1
     heads, rows = q.shape[1] if q.shape[1] == k.shape[1] else v_heads, min(ROWS, length)
@@ -260,17 +249,20 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width, length), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width), jnp.float32),
     ]
+    if gdn:
+        grid, static = (length // rows + 1, heads, requests), dict(heads=heads, m=rows, warps=num_warps)
+    else:
+        grid, static, tokens = (heads, requests), dict(lower_bound=lower_bound), (q, k, *by_heads(rest, v_heads))
     x, coef, scalars, *pools = call(
         _gdn_kernel if gdn else _kda_kernel,
         (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
-        grid=(length // rows + 1, heads, requests),
+        grid=grid,
         name=f"replay_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
         num_warps=num_warps,
         aliases={len(index) + 1 + len(tokens) + i: 3 + i for i in range(3)},
         width=width,
-        m=rows,
-        warps=num_warps,
-        **({"heads": heads, "scale": scale} if gdn else {}),
+        scale=scale,
+        **static,
     )(*index, cursor, *tokens, *pools)
     return x, coef, scalars, pools
 

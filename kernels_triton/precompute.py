@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels_triton.channels import channels, history, load_window, stack, store_products, store_window, window
 from kernels_triton.decode import request_tokens, zero_rows
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
-from kernels_triton.project import STEP, live_half
+from kernels_triton.project import live_half
 from kernels_triton.recurrence import pair_levels, row_sums
 
 PARTS = tl.constexpr(3)
@@ -189,57 +190,39 @@ def _gdn_kernel(
 
 @triton.jit(do_not_specialize=["layer"])
 def _kda_kernel(
-    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
     layer, x_ptr, coef_ptr, window_ptr, scalar_ptr, S, W: tl.constexpr, W2: tl.constexpr, N: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 of KDA for one request and head, and the records k, decay, beta."""
     head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
-    first = tl.load(cu_ptr + r).to(tl.int64)
-    if tokens > 0:
+    first, layer = tl.load(cu_ptr + r).to(tl.int64), layer_row(layer)
+    if (tokens > 0) & (first >= 0) & (layer >= 0):  # all known: a compiler waits for them once
         n, base = live_half(cursor_ptr, slot, L)
-        record, token, own = ((layer_row(layer) * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
-        j, i, channel = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)[None, :]
-        t, is_q = i // 2, i % 2 == 1
-        keys = _rows(k_pool + record * K, j, K, j < n, K)
-        x_k = _rows(k_ptr + token * K, t, HV * K, (t < tokens) & (i % 2 == 0), K)
-        x_q = _rows(q_ptr + token * K, t, HV * K, (t < tokens) & is_q, K)
-        x = tl.where(is_q[:, None], x_q, x_k)
-
-        # records: keys decayed to the start of the window, and the decay since the checkpoint
-        keys = tl.where((j < n)[:, None], keys.to(tl.float32) * _norms(keys, LEVELS)[:, None], 0.0)
-        passed_0 = tl.full([1, K], 1.0, tl.float32)
-        for start in range(0, n, STEP):
-            for step in tl.static_range(STEP):
-                u = start + step
-                alpha = tl.load(decay_pool + (record + tl.minimum(u, n - 1)) * K + channel)
-                passed_0 = tl.where(u < n, passed_0 * alpha, passed_0)
-                keys = tl.where((j < u)[:, None] & (u < n), keys * alpha, keys)
-
-        # window, from its last token back: `passed` holds P(u->t) in the rows of the tokens t
-        passed = tl.full([N, K], 1.0, tl.float32)
-        for back in tl.static_range(W):
-            u = W - 1 - back
-            live = u < tokens
-            k_u = tl.load(k_ptr + (token + u * HV) * K + channel, mask=live, other=0.0)
-            alpha = tl.load(decay_ptr + (token + u * HV) * K + channel, mask=live, other=1.0)
-            c = row_sums((x * passed) * k_u, 2)
-            tl.store(window_ptr + (own * W + u) * N + i, tl.where((i > 2 * u) & (t < tokens), c, 0.0))
-            passed = tl.where((t >= u)[:, None], passed * alpha, passed)
-        x = x * passed
-        c = dot(split(keys), transpose(split(x)), tl.zeros([M, N], tl.float32))
-        tl.store(coef_ptr + own * (N * M) + i[None, :] * M + j[:, None], c)
-        store_parts(x_ptr + own * (PARTS * N * K) + i[:, None] * K + channel, split(x * passed_0), N * K)
-
+        record, own = ((layer * S + slot) * HV + head) * (2 * L) + base, r * HV + head
+        key_at, decay_at = k_pool + record * K, decay_pool + record * K
+        tiles, passed_0 = history(key_at, decay_at, n, DOT, K, M, LEVELS)
+        x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, W, W2, HV, K, RAW)
+        q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
+        store_window(key_at + n * K, decay_at + n * K, beta_pool + record + n, alphas, raw, beta, tokens, K)
+        store_products(window_ptr + own * (W * N), q, k, alphas, tokens, N, 1, 2, W)
         t = tl.arange(0, W2)
-        real = t < tokens
-        beta = tl.load(beta_ptr + token + t * HV, mask=real, other=0.0)
         tl.store(scalar_ptr + own * (2 * N) + N + 2 * t, beta)
-        tl.store(beta_pool + record + n + t, beta, mask=real)
-        at, mask = (record + n + t)[:, None] * K + channel, real[:, None]
-        tl.store(decay_pool + at, _rows(decay_ptr + token * K, t, HV * K, real, K), mask=mask)
-        tl.store(k_pool + at, _rows(raw_ptr + token * K, t, HV * K, real, K), mask=mask)
+
+        # columns decayed to the start of the window, and further to the checkpoint
+        rows, passed = (), tl.full([1, K], 1.0, tl.float32)
+        for t in tl.static_range(W):
+            passed = passed * alphas[t]
+            rows = rows + (k[t] * passed, q[t] * passed)
+        columns = stack(rows, N)
+        i, j = tl.arange(0, N), tl.arange(0, DOT)[:, None]
+        store_parts(x_ptr + own * (PARTS * N * K) + i[:, None] * K + channels(K), split(columns * passed_0), N * K)
+        parts = transpose(split(columns))
+        for p in tl.static_range(len(tiles)):
+            c = dot(split(tiles[p]), parts, tl.zeros([DOT, N], tl.float32))
+            tl.store(coef_ptr + own * (N * M) + i[None, :] * M + p * DOT + j, c)
 
 
 def columns(width: int) -> int:
@@ -247,18 +230,20 @@ def columns(width: int) -> int:
     return max(COLUMNS.value, 2 * triton.next_power_of_2(width))
 
 
-def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int | None = None):
+def coefficients(
+    index, cursor, tokens, pools, *, width: int, scale: float, lower_bound: float | None = None, num_warps: int = 1
+):
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
     Arguments as for `project.coefficients`. Returns x [R, heads, P, N, K] bf16 parts of the columns (GDN: raw rows, P = 1 or
     3 by their dtype; KDA: P(0->t) x, P = 3), c [R, HV, N, max(L, 16)] fp32, the coefficients of live records, the others
-    zero, w [R, HV, W, N] fp32, the coefficients of window tokens, zero in the columns that they do not reach, and scalars
-    [R, HV, 2, N] fp32 (GDN: factor of a column, P(0->t) times norm and scale; then beta_t in column 2t). Rows of requests
-    that are not live, and w beyond T_r, may be left unwritten. heads is H when H = KH, else HV.
+    zero, w [R, HV, W, N] fp32, the coefficients of window tokens in the columns that they reach, and scalars [R, HV, 2, N]
+    fp32 (GDN: factor of a column, P(0->t) times norm and scale; then beta_t in column 2t). Rows of requests that are not
+    live, w beyond T_r and its other columns may be left unwritten. heads is H when H = KH, else HV.
     """
     (q, k, *rest), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
-    requests, (s, v_heads, double, channels), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
-    gdn, length, key_heads = channels == 1, double // 2, k.shape[1]
+    requests, (s, v_heads, double, gates), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
+    gdn, length, key_heads = gates == 1, double // 2, k.shape[1]
     n, m, levels = columns(width), max(DOT.value, length), pair_levels(k_pool.dtype, k_dim)
     heads = q.shape[1] if q.shape[1] == key_heads else v_heads
     parts = 1 if gdn and k.dtype == torch.bfloat16 else PARTS.value
@@ -266,20 +251,22 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
     coef, window, scalars = (
         torch.empty((requests, v_heads, *last), dtype=torch.float32, device=q.device) for last in ((n, m), (width, n), (2, n))
     )
-    warps = num_warps or (1 if gdn else 4)
     if requests and gdn:
         raw = len(rest) == 4
         launch(
             _gdn_kernel, (heads, requests),
             slots, verify_len, cu, cursor, q, k, *(rest if raw else (*rest, *rest)), k_pool, decay_pool, beta_pool, layer,
             x, coef, window, scalars, s, width, n, heads, q.shape[1], key_heads, v_heads, k_dim, length, m,
-            triton.next_power_of_2(v_heads // heads), levels, parts, raw, scale, num_warps=warps,
+            triton.next_power_of_2(v_heads // heads), levels, parts, raw, scale, num_warps=num_warps,
         )  # fmt: skip
     elif requests:
+        raw = len(rest) == 4
+        rest = (*rest, k) if raw else (*rest[:2], *rest)
         launch(
             _kda_kernel, (v_heads, requests),
             slots, verify_len, cu, cursor, q, k, *rest, k_pool, decay_pool, beta_pool, layer, x, coef, window, scalars, s,
-            width, triton.next_power_of_2(width), n, v_heads, k_dim, length, m, levels, num_warps=warps,
+            width, triton.next_power_of_2(width), n, v_heads, k_dim, length, m, levels, raw, scale, lower_bound,
+            num_warps=num_warps,
         )  # fmt: skip
     return x, coef, window, scalars
 

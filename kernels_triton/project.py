@@ -1,8 +1,8 @@
 """Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
 
 The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
-launches: `coefficients`, one program per (request, key head, block of records), and `outputs`, one program per (V block,
-value head, request). The state is read once and not written.
+launches: `coefficients`, one program per (request, key head, block of records) or, with KDA, per (request, head), and
+`outputs`, one program per (V block, value head, request). The state is read once and not written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels_triton.channels import channels, history, load_window, store_products, store_window, sums, window
 from kernels_triton.decode import registers, request_tokens, zero_rows
 from kernels_triton.gates import decay, inverse_norm, sigmoid
 from kernels_triton.launch import launch, layer_row
@@ -30,8 +31,7 @@ from kernels_triton.recurrence import (
 )
 
 RECORD_LEVELS = tl.constexpr(2)
-ROWS = 8  # records of one program of a pre-kernel
-STEP = tl.constexpr(4)  # records whose decays are in flight at a time
+ROWS = tl.constexpr(8)  # records of one tile of a pre-kernel
 UNROLL = tl.constexpr(8)  # windows up to this width are unrolled
 AHEAD = tl.constexpr(2)  # rows of x and c that are in flight
 
@@ -49,14 +49,6 @@ def live_half(cursor_ptr, slot, L: tl.constexpr):
 @triton.jit
 def normalise(pieces, LEVELS: tl.constexpr):
     return times(pieces, (inverse_norm(pieces, LEVELS)[:, None],))
-
-
-@triton.jit
-def ones_like(pieces):
-    out = ()
-    for i in tl.static_range(len(pieces)):
-        out = out + (tl.full(pieces[i].shape, 1.0, tl.float32),)
-    return out
 
 
 @triton.jit
@@ -180,107 +172,70 @@ def _gdn_kernel(
                 store_pieces(key_at + n * K, t, K, k, t < tokens, K, LEVELS, "")
 
 
-@triton.jit
-def _decay_by(pieces, ptr, applies, M: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr):
-    """Pieces times the decay behind ptr in the rows where `applies` [M, 1]."""
-    a = load_row_pieces(ptr, M, K, LEVELS, WARPS)
-    out = ()
-    for p in tl.static_range(len(pieces)):
-        out = out + (pieces[p] * tl.where(applies, a[p], 1.0),)
-    return out
-
-
-@triton.jit
-def _kda_token(
-    t, keys, q_ptr, k_ptr, decay_ptr, coef_ptr, j, tokens, n, M: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
-    """Decay the keys of earlier rows by token t and write the coefficients of these rows; returns the keys."""
-    row, out = tl.minimum(t, tokens - 1) * (HV * K), coef_ptr + 2 * t * L + tl.ravel(j)
-    keys = _decay_by(keys, decay_ptr + row, (j < n + t) & (t < tokens), M, K, LEVELS, WARPS)
-    tl.store(out, read(keys, load_row_pieces(k_ptr + row, M, K, LEVELS, WARPS), LEVELS))
-    tl.store(out + L, read(keys, load_row_pieces(q_ptr + row, M, K, LEVELS, WARPS), LEVELS))
-    return keys
-
-
 @triton.jit(do_not_specialize=["layer"])
 def _kda_kernel(
-    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, decay_ptr, beta_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
+    slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, k_pool, decay_pool, beta_pool,
     layer, x_ptr, coef_ptr, scalar_ptr, S, W: tl.constexpr, W2: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, WARPS: tl.constexpr,
+    L: tl.constexpr, LEVELS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 and 2 of KDA for one request, head and M records: c_jt; one more block does P(0->t) x and the records."""
-    block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    BLOCKS: tl.constexpr = L // M
-    layer = layer_row(layer)
+    """Steps 1 and 2 of KDA for one request and head: c_jt and P(0->t) x, and the records k, decay, beta."""
+    head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
-    if tokens > 0:
-        first = tl.load(cu_ptr + r).to(tl.int64)
+    first, layer = tl.load(cu_ptr + r).to(tl.int64), layer_row(layer)
+    if (tokens > 0) & (first >= 0) & (layer >= 0):  # all known: a compiler waits for them once
         n, base = live_half(cursor_ptr, slot, L)
-        record, token, own = ((layer * S + slot) * HV + head) * (2 * L) + base, first * HV + head, r * HV + head
-        q_ptr, k_ptr, a_ptr, raw_ptr = q_ptr + token * K, k_ptr + token * K, decay_ptr + token * K, raw_ptr + token * K
-        old_key, old_decay = k_pool + record * K, decay_pool + record * K
-        if (block < BLOCKS) & (block * M < n + tokens):
-            j = block * M + tl.arange(0, M)[:, None]
-            keys = normalise(_window_keys(old_key, raw_ptr, j, n, tokens, HV, K, LEVELS), LEVELS)
-            for start in range(block * M, n, STEP):
-                for step in tl.static_range(STEP):
-                    i = start + step
-                    keys = _decay_by(keys, old_decay + tl.minimum(i, n - 1) * K, (j < i) & (i < n), M, K, LEVELS, WARPS)
-            coef_ptr += own * (2 * W * L)
-            if W <= UNROLL:
+        record, own = ((layer * S + slot) * HV + head) * (2 * L) + base, r * HV + head
+        key_at, decay_at, coef_at = k_pool + record * K, decay_pool + record * K, coef_ptr + own * (2 * W * L)
+        tiles, passed = history(key_at, decay_at, n, ROWS, K, L, LEVELS)
+        x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, W, W2, HV, K, RAW)
+        q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
+        store_window(key_at + n * K, decay_at + n * K, beta_pool + record + n, alphas, raw, beta, tokens, K)
+        store_products(coef_at + n, q, k, alphas, tokens, 1, L, LEVELS, W)
+        i = tl.arange(0, 2 * ROWS)
+        is_q = i[:, None] >= ROWS
+        for p in tl.static_range(len(tiles)):
+            j = p * ROWS + i % ROWS
+            if n > p * ROWS:
+                both = tl.reshape(tl.permute(tl.join(tiles[p], tiles[p]), [2, 0, 1]), [2 * ROWS, K])
                 for t in tl.static_range(W):
-                    keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS)
-            else:
-                for t in range(W):
-                    keys = _kda_token(t, keys, q_ptr, k_ptr, a_ptr, coef_ptr, j, tokens, n, M, HV, K, L, LEVELS, WARPS)
-        if block == BLOCKS:
-            t = tl.arange(0, W2)[:, None]
-            real, inside = t < tokens, t < W
-            k_hat, q_hat = load_pieces(k_ptr, t, HV * K, real, 0.0, K, 2), load_pieces(q_ptr, t, HV * K, real, 0.0, K, 2)
-            a = load_pieces(a_ptr, t, HV * K, real, 1.0, K, 2)
-            passed = ones_like(k_hat)
-            for start in range(0, n, STEP):
-                for step in tl.static_range(STEP):
-                    i = start + step
-                    passed = _decay_by(passed, old_decay + tl.minimum(i, n - 1) * K, (t >= 0) & (i < n), W2, K, 2, WARPS)
-            for i in range(tokens):
-                passed = _decay_by(passed, a_ptr + i * (HV * K), t >= i, W2, K, 2, WARPS)
-            x_ptr += own * (2 * W * K)
-            store_pieces(x_ptr, 2 * t, K, times(passed, k_hat), inside, K, 2, "")
-            store_pieces(x_ptr, 2 * t + 1, K, times(passed, q_hat), inside, K, 2, "")
-            beta = tl.load(beta_ptr + token + t * HV, mask=real, other=0.0)
-            tl.store(scalar_ptr + own * (2 * W) + 2 * t + 1, beta, mask=inside)
-            tl.store(beta_pool + record + n + t, beta, mask=real)
-            raw = load_pieces(raw_ptr, t, HV * K, real, 0.0, K, 2)
-            store_pieces(old_key + n * K, t, K, raw, real, K, 2, "")
-            store_pieces(old_decay + n * K, t, K, a, real, K, 2, "")
+                    both = both * alphas[t]
+                    c = sums(both * tl.where(is_q, q[t], k[t]), LEVELS)
+                    tl.store(coef_at + (2 * t + i // ROWS) * L + j, c, mask=j < n)
+        x_at = x_ptr + own * (2 * W * K) + channels(K)
+        for t in tl.static_range(W):
+            passed = passed * alphas[t]
+            tl.store(x_at + 2 * t * K, passed * k[t])
+            tl.store(x_at + (2 * t + 1) * K, passed * q[t])
+        t = tl.arange(0, W2)
+        tl.store(scalar_ptr + own * (2 * W) + 2 * t + 1, beta, mask=t < W)
 
 
-def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_warps: int = 1):
+def coefficients(
+    index, cursor, tokens, pools, *, width: int, scale: float, lower_bound: float | None = None, num_warps: int = 1
+):
     """Everything about a window that does not involve the state, and its records k, decay, beta.
 
     index: (layer, slots [R], verify_len [R], cu [R+1]) int32, layer an int; cursor [S] int32 (the forward's copy). tokens,
     GDN: raw q [T, H, K] and k [T, KH, K], then decay [T, HV, 1] and beta [T, HV] fp32, or the raw a, b [T, HV], A_log and
     dt_bias [HV] whose gates are then computed inside. KDA: q^, k^ [T, HV, K], decay [T, HV, K], beta [T, HV] fp32 and raw
-    k. pools: k [layers, S, KH, 2L, K], decay [layers, S, HV, 2L, G], beta [layers, S, HV, 2L], written in place at the
-    records n..n+T_r-1 of each live half.
+    k, or the raw q, k, a [T, HV * K], b, A_log [HV] and dt_bias [HV * K]. pools: k [layers, S, KH, 2L, K], decay [layers, S,
+    HV, 2L, G], beta [layers, S, HV, 2L], written in place at the records n..n+T_r-1 of each live half.
 
     Returns x [R, heads, 2W, K] fp32 (row 2t is k^_t, 2t+1 is q^_t scaled; KDA: times P(0->t)), c [R, HV, 2W, L] fp32
     (columns n + i are window tokens i) and scalars [R, HV, 2W] fp32 (2t: P(0->t) in GDN, 2t+1: beta). Rows of requests that
     are not live, and columns of c at n + T_r and beyond, may be left unwritten. heads is H when H = KH, else HV.
     """
     (q, k, *rest), (layer, slots, verify_len, cu), (k_pool, decay_pool, beta_pool) = tokens, index, pools
-    requests, (s, v_heads, double, channels), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
+    requests, (s, v_heads, double, gates), k_dim = slots.shape[0], decay_pool.shape[1:], q.shape[2]
     length, key_heads, levels = double // 2, k.shape[1], pair_levels(k_pool.dtype, k_dim)
-    rows, w2 = min(ROWS, length), triton.next_power_of_2(width)
+    rows, w2 = min(ROWS.value, length), triton.next_power_of_2(width)
     heads = q.shape[1] if q.shape[1] == key_heads else v_heads
     x, coef, scalars = (
         torch.empty((requests, h, 2 * width, *last), dtype=torch.float32, device=q.device)
         for h, last in ((heads, (k_dim,)), (v_heads, (length,)), (v_heads, ()))
     )
     grid = (length // rows + 1, heads, requests)
-    if requests and channels == 1:
+    if requests and gates == 1:
         raw = len(rest) == 4
         launch(
             _gdn_kernel, grid,
@@ -289,10 +244,12 @@ def coefficients(index, cursor, tokens, pools, *, width: int, scale: float, num_
             triton.next_power_of_2(v_heads // heads), levels, num_warps, raw, scale, num_warps=num_warps,
         )  # fmt: skip
     elif requests:
+        raw = len(rest) == 4
+        rest = (*rest, k) if raw else (*rest[:2], *rest)
         launch(
-            _kda_kernel, grid,
+            _kda_kernel, grid[1:],
             slots, verify_len, cu, cursor, q, k, *rest, k_pool, decay_pool, beta_pool, layer, x, coef, scalars, s, width,
-            w2, v_heads, k_dim, length, rows, levels, num_warps, num_warps=num_warps,
+            w2, v_heads, k_dim, length, levels, raw, scale, lower_bound, num_warps=num_warps,
         )  # fmt: skip
     return x, coef, scalars
 

@@ -138,8 +138,9 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
     if spec.precompute:
         coefficients, outputs = module.precompute_coefficients, module.precompute_outputs
     *window, (k, decay, beta) = coefficients(
-        index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale
-    )
+        index, h.forward_cursor, tokens, (h.k, h.decay, h.beta),
+        width=spec.width, scale=spec.scale, lower_bound=spec.lower_bound,
+    )  # fmt: skip
     o, (v, d) = outputs(
         index, h.forward_cursor, x.v, window, state.ssm, (h.v, h.d),
         gdn=spec.rule == "gdn", **config.launch(spec),

@@ -44,9 +44,9 @@ def run_window(spec: SSMSpec, s: Tensor, w: CoreInputs) -> tuple[Tensor, list[Te
 
 
 def core_inputs(spec: SSMSpec, receipt: SSMForward, inputs: LinearInputs) -> CoreInputs | LinearInputs:
-    """The prologue, or the raw inputs where the kernel runs it itself: single tokens of GDN, where one launch less counts,
-    and replay of GDN, whose pre-kernel needs the raw rows anyway."""
-    inside = spec.rule == "gdn" and (spec.mode == "replay" or (spec.mode == "native" and spec.width == 1))
+    """The prologue, or the raw inputs where a kernel runs it itself: single tokens of GDN, where one launch less counts, and
+    replay, whose pre-kernel reads the raw rows anyway."""
+    inside = spec.mode == "replay" or (spec.rule == "gdn" and spec.mode == "native" and spec.width == 1)
     if receipt.kernels == "triton" and inside:
         check_inputs(spec, inputs)
         return inputs

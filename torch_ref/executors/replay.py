@@ -120,7 +120,10 @@ def _forward_kernel(spec: SSMSpec, state: ConvSSMState, receipt: SSMForward, row
         tokens = (x.q_raw, x.k, x.decay, x.beta) if spec.rule == "gdn" else (x.q, x.k_hat, x.decay, x.beta, x.k)
     tokens, v = tuple(y.contiguous() for y in tokens), x.v.contiguous()
     index = (row, layout.slots, layout.verify_len, layout.cu)
-    window = module.coefficients(index, h.forward_cursor, tokens, (h.k, h.decay, h.beta), width=spec.width, scale=spec.scale)
+    window = module.coefficients(
+        index, h.forward_cursor, tokens, (h.k, h.decay, h.beta),
+        width=spec.width, scale=spec.scale, lower_bound=spec.lower_bound,
+    )  # fmt: skip
     launch = receipt.config.launch(spec)
     return module.outputs(index, h.forward_cursor, v, window, state.ssm, (h.v, h.d), gdn=spec.rule == "gdn", **launch)
 
