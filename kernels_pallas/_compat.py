@@ -17,11 +17,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from jax.experimental.pallas import triton as plt
 
-__all__ = ["call", "inline_asm", "load", "on_cpu", "program_id", "store", "when"]
+__all__ = ["barrier", "call", "inline_asm", "load", "on_cpu", "program_id", "store", "when"]
 
 program_id = pl.program_id
 when = pl.when
 load = plt.load
+barrier = plt.debug_barrier
 
 
 def store(ref, value, *, mask=None, eviction_policy=None) -> None:

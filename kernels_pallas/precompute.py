@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas._compat import call, load, program_id, store, when
+from kernels_pallas._compat import barrier, call, load, program_id, store, when
 from kernels_pallas.channels import (
     by_heads,
     channels,
@@ -25,7 +25,7 @@ from kernels_pallas.channels import (
     store_window,
     window,
 )
-from kernels_pallas.decode import request_tokens, zero_rows
+from kernels_pallas.decode import clear_rows, request_tokens
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.project import iota, live_half, scalar
 from kernels_pallas.recurrence import pair_levels, row_sums
@@ -258,10 +258,21 @@ def coefficients(
 
 # ------------------------------------------------------------------------------------------------------- main kernel
 
+# The accumulator of a dot holds rows g and g + 8 of 16, columns 2t and 2t+1 in lane 4g + t: u and o of token t. Its row
+# 8h + g stands for row 2g + h of V, so that a lane holds neighbours in memory. A tile [B, 8, 2, 4], B = block_v / 16, of
+# (16 rows, g, h, t) is laid out alike when it is loaded: nothing changes lanes but d_t, which all later tokens need.
 
-def _column(x, c: int):
-    """Column c of x [M, N] as [M]; the others may be NaN."""
-    return jnp.sum(jnp.where(iota(x.shape[1], 1) == c, x, 0.0), axis=1)
+
+def _lanes(axis: int, shape=(1, 8, 2, 4)):
+    return lax.broadcasted_iota(jnp.int32, tuple(n if i == axis else 1 for i, n in enumerate(shape)), axis)
+
+
+def _by_token(h, block_v: int):
+    """h [M, 8] as two tiles [B, 8, 2, 4]: its even columns and its odd ones."""
+    shape = (block_v // DOT, 2, 8, 4)
+    even, odd = lax.split(h.reshape(*shape, 2).transpose(0, 2, 1, 3, 4), (1, 1), axis=4)
+    shape = (shape[0], 8, 2, 4)
+    return even.reshape(shape), odd.reshape(shape)
 
 
 def _outputs_kernel(
@@ -274,8 +285,7 @@ def _outputs_kernel(
     v_heads, m = v_ref.shape[1], coef_ref.shape[3]
     piece = min(k_dim, DOT if state_ref.dtype == jnp.float32 else 2 * DOT)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
-    first = cu_ref[r]
-    rows, lane = block * block_v + iota(block_v, 0), block * block_v + jnp.arange(block_v, dtype=jnp.int32)
+    first, total = cu_ref[r], cu_ref[cu_ref.shape[0] - 1]
     zero, groups = jnp.zeros((), jnp.float32), range(n_cols // COLUMNS)
 
     @when((tokens > 0) & (layer >= 0))  # layer: so that it is loaded before the branch
@@ -283,22 +293,45 @@ def _outputs_kernel(
         # the state first: it is nearly all of the traffic, and depends only on the slot
         n, base = live_half(cursor_ref, slot, d_pool.shape[3] // 2)
         x_head, i, cols = lax.div(head, v_heads // x_heads), iota(COLUMNS, 0), jnp.arange(COLUMNS, dtype=jnp.int32)
+        j = iota(block_v, 0)
+        rows = block * block_v + lax.div(j, DOT) * DOT + lax.rem(j, 8) * 2 + lax.rem(lax.div(j, 8), 2)
+        lane, t4 = block * block_v + _lanes(0, (block_v // DOT, 1, 1, 1)) * DOT + _lanes(1) * 2 + _lanes(2), _lanes(3)
         pieces = [p * piece + iota(piece, 1) for p in range(k_dim // piece)]
         records = [p * DOT + iota(DOT, 1) for p in range(m // DOT)]
         state = [load(state_ref.at[layer, slot, head, rows, p]) for p in pieces]
         x = [[[load(x_ref.at[r, x_head, scalar(a), g * COLUMNS + i, p]) for a in range(parts)] for p in pieces] for g in groups]
         factor = [load(scalar_ref.at[r, head, scalar(0), g * COLUMNS + cols]) for g in groups]
         coef = [[load(coef_ref.at[r, head, g * COLUMNS + i, j]) for j in records] for g in groups]
-        v, beta, fresh = [], [], []
-        for t in range(width):
-            real = t < tokens
+        d_old = []
+        for p in range(m // DOT):
+            j = (
+                p * DOT
+                + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, 4), 4) * 4
+                + lax.broadcasted_iota(jnp.int32, (4, 1, 1, 1, 1), 0)
+            )
+            d = load(d_pool.at[layer, slot, head, base + j, lane[None]], mask=j < n, other=zero)
+            d = d.reshape(2, 2, block_v // DOT, 8, 2, 4).transpose(2, 4, 3, 0, 5, 1)
+            d_old.append(d.reshape(block_v, DOT))
+        v, beta, own, fresh = [], [], [], []
+        everywhere = jnp.zeros((1, 8, 1, 1), jnp.int32)
+        for g in groups:
+            t = 4 * g + t4
+            real, at = t < tokens, (r, head, scalar(1), 2 * t + everywhere)
             v.append(load(v_ref.at[first + t, head, lane], mask=real, other=jnp.zeros((), v_ref.dtype)))
-            beta.append(load(scalar_ref.at[r, head, scalar(1), scalar(2 * t)], mask=real, other=zero))
-            at = [(r, head, scalar(t), g * COLUMNS + cols) for g in groups]
-            fresh.append([load(window_ref.at[x], mask=real, other=zero) for x in at])
-        d_old = [load(d_pool.at[layer, slot, head, base + j, rows], mask=j < n, other=zero) for j in records]
+            beta.append(load(scalar_ref.at[at], mask=real, other=zero))
+            own.append(load(window_ref.at[r, head, t, 2 * t + 1 + everywhere], mask=real, other=zero))
+        for u in range(width - 1):
+            cols = [g * COLUMNS + 2 * t4 + everywhere for g in groups]
+            fresh.append(
+                [[load(window_ref.at[r, head, scalar(u), c + e], mask=u < tokens, other=zero) for e in (0, 1)] for c in cols]
+            )
 
-        @when(first >= 0)  # always true, which a compiler does not know: it would move the loads down, each to its first use
+        # A compiler moves loads down, each to its first use. It moves none beyond a barrier, and no arithmetic above a branch;
+        # this one is always taken, which a compiler does not know.
+        if not interpret:
+            barrier()
+
+        @when(first >= 0)
         def _():
             h = []
             for g in groups:
@@ -308,24 +341,25 @@ def _outputs_kernel(
                 if gdn:
                     acc = acc * factor[g][None, :]
                 for d, c in zip(d_old, coef[g], strict=True):
-                    acc = dot(split(spread_lanes(d)), split(spread_lanes(c)), acc)
-                h.append(acc)
+                    acc = dot(split(d), split(spread_lanes(c)), acc)
+                h.append(_by_token(acc, block_v))
 
-            ds, outs = [], []
-            for t in range(width):
-                own, column = divmod(2 * t, COLUMNS)
-                ds.append((v[t].astype(jnp.float32) - _column(h[own], column)) * beta[t])
-                for g in groups[own:]:
-                    more = h[g] + ds[t][:, None] * fresh[t][g][None, :]
-                    h[g] = jnp.where(g * COLUMNS + iota(COLUMNS, 1) > 2 * t, more, h[g])
-                outs.append(_column(h[own], column + 1))
-            for t in range(width):
+            for u in range(width - 1):
+                g = u // 4
+                d = jnp.where(t4 == u % 4, (v[g].astype(jnp.float32) - h[g][0]) * beta[g], 0.0)
+                d = jnp.sum(d, axis=3)[..., None]
+                for g in groups[g:]:
+                    later = 4 * g + t4 > u
+                    h[g] = [jnp.where(later, x + d * w, x) for x, w in zip(h[g], fresh[u][g], strict=True)]
+            for g in groups:
+                t = 4 * g + t4
                 at, real = (layer, slot, head, base + n + t, lane), t < tokens
-                store(o_ref.at[first + t, head, lane], outs[t].astype(o_ref.dtype), mask=real)
-                store(d_out.at[at], ds[t], mask=real)
-                store(v_out.at[at], v[t], mask=real)
+                d = (v[g].astype(jnp.float32) - h[g][0]) * beta[g]
+                store(o_ref.at[first + t, head, lane], (h[g][1] + d * own[g]).astype(o_ref.dtype), mask=real)
+                store(d_out.at[at], d, mask=real)
+                store(v_out.at[at], v[g], mask=real)
 
-    zero_rows(o_ref, cu_ref, head, r, lane)
+    clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, block * block_v + jnp.arange(block_v, dtype=jnp.int32))
 
 
 def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton.channels import channels, history, load_window, stack, store_products, store_window, window
-from kernels_triton.decode import request_tokens, zero_rows
+from kernels_triton.decode import clear_rows, request_tokens
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
@@ -274,10 +274,16 @@ def coefficients(
 # ------------------------------------------------------------------------------------------------------- main kernel
 
 
+# The accumulator of a dot holds rows g and g + 8 of 16, columns 2t and 2t+1 in lane 4g + t: u and o of token t. Its row
+# 8h + g stands for row 2g + h of V, so that a lane holds neighbours in memory. A tile [4, 8, B, 2], B = M / 16, of
+# (t, g, 16 rows, h) is laid out alike when it is loaded: nothing changes lanes but d_t, which all later tokens need.
+
+
 @triton.jit
-def _column(x, c: tl.constexpr):
-    """Column c of x [M, N] as [M]; the others may be NaN."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[1])[None, :] == c, x, 0.0), axis=1)
+def _by_token(h):
+    """h [M, 8] as two tiles [4, 8, B, 2]: its even columns and its odd ones."""
+    B: tl.constexpr = h.shape[0] // 16
+    return tl.split(tl.permute(tl.reshape(h, [B, 2, 8, 4, 2]), [3, 2, 0, 1, 4]))
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -289,38 +295,53 @@ def _outputs_kernel(
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
-    first = tl.load(cu_ptr + r).to(tl.int64)
-    rows = block * M + tl.arange(0, M)
+    first, total = tl.load(cu_ptr + r).to(tl.int64), tl.load(cu_ptr + R).to(tl.int64)
+    G: tl.constexpr = N // COLUMNS
+    B: tl.constexpr = M // DOT
     if tokens > 0:
-        # every load before the first use; the state first: it is nearly all of the traffic, and depends only on the slot
+        # the state first: it is nearly all of the traffic, and depends only on the slot
         row, own = (layer_row(layer) * S + slot) * HV + head, r * HV + head
         n, base = live_half(cursor_ptr, slot, L)
-        i, piece, j = tl.arange(0, COLUMNS), tl.arange(0, P)[None, :], tl.arange(0, DOT)[None, :]
-        state = load_tiles(state_ptr + row * (V * K) + rows[:, None] * K + piece, K // P, P)
+        i, piece, j = tl.arange(0, COLUMNS), tl.arange(0, P)[None, :], tl.arange(0, M)[:, None]
+        rows = block * M + j // DOT * DOT + j % 8 * 2 + j // 8 % 2
+        t4, g8 = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 8)[None, :, None, None]
+        lane = block * M + (tl.arange(0, B) * DOT)[None, None, :, None] + g8 * 2 + tl.arange(0, 2)[None, None, None, :]
+        column = 2 * t4 + g8 * 0
+        state = load_tiles(state_ptr + row * (V * K) + rows * K + piece, K // P, P)
         x_at = x_ptr + (r * HEADS + head // (HV // HEADS)) * (X * N * K) + i[:, None] * K + piece
-        d_at, v_at = d_pool + (row * (2 * L) + base) * V + rows, v_pool + (row * (2 * L) + base + n) * V + rows
-        coef_at, scalar_at = coef_ptr + own * (N * LM) + i[:, None] * LM + j, scalar_ptr + own * (2 * N)
+        scalar_at, window_at, j = scalar_ptr + own * (2 * N), window_ptr + own * (W * N), tl.arange(0, DOT)[None, :]
+        coef_at = coef_ptr + own * (N * LM) + i[:, None] * LM + j
         x, coef, d_old, factor = (), (), (), ()
-        for g in tl.static_range(N // COLUMNS):
+        for g in tl.static_range(G):
             for a in tl.static_range(X):
                 x = x + load_tiles(x_at + (a * N + g * COLUMNS) * K, K // P, P)
             factor = factor + (tl.load(scalar_at + g * COLUMNS + i),)
             coef = coef + load_tiles(coef_at + g * (COLUMNS * LM), LM // DOT, DOT)
-        new_v, new_o = v_ptr + (first * HV + head) * V + rows, o_ptr + (first * HV + head) * V + rows
-        new_d = d_at + n * V
-        v, beta, fresh = (), (), ()
-        for t in tl.static_range(W):
-            v = v + (tl.load(new_v + t * (HV * V), mask=(t < tokens) & (rows < V), other=0.0),)
-            beta = beta + (tl.load(scalar_at + N + 2 * t, mask=t < tokens, other=0.0),)
-            for g in tl.static_range(N // COLUMNS):
-                at = window_ptr + (own * W + t) * N + g * COLUMNS + i
-                fresh = fresh + (tl.load(at, mask=(i >= 0) & (t < tokens), other=0.0),)
+        d_at, v_at = d_pool + (row * (2 * L) + base) * V + lane, v_pool + (row * (2 * L) + base + n) * V + lane
         for p in tl.static_range(LM // DOT):
-            d_old = d_old + (tl.load(d_at[:, None] + (j + p * DOT) * V, mask=j + p * DOT < n, other=0.0),)
-        # always true, which a compiler does not know: it would move the loads down, each to its first use
+            j = p * DOT + t4[:, :, None] * 4 + tl.arange(0, 4)[None, None, :, None, None]
+            old = tl.load(d_at[:, :, None] + j * V, mask=j < n, other=0.0)
+            old = tl.permute(tl.reshape(old, [4, 8, 2, 2, B, 2]), [4, 5, 1, 2, 0, 3])
+            d_old = d_old + (tl.reshape(old, [M, DOT]),)
+        new_v, new_o, new_d = v_ptr + (first * HV + head) * V + lane, o_ptr + (first * HV + head) * V + lane, d_at + n * V
+        v, beta, last, fresh = (), (), (), ()
+        for g in tl.static_range(G):
+            t = 4 * g + t4
+            v = v + (tl.load(new_v + t * (HV * V), mask=(t < tokens) & (lane < V), other=0.0),)
+            beta = beta + (tl.load(scalar_at + N + g * COLUMNS + column, mask=t < tokens, other=0.0),)
+            at = window_at + t * N + g * COLUMNS + column + 1
+            last = last + (tl.load(at, mask=t < tokens, other=0.0),)
+        for u in tl.static_range(W - 1):
+            for g in tl.static_range(G):
+                at = window_at + (u * N + g * COLUMNS) + column
+                fresh = fresh + (tl.load(at, mask=u < tokens, other=0.0), tl.load(at + 1, mask=u < tokens, other=0.0))
+
+        # A compiler moves loads down, each to its first use. It moves none beyond a barrier, and no arithmetic above a branch;
+        # this one is always taken, which a compiler does not know.
+        tl.debug_barrier()
         if first >= 0:
-            h = ()
-            for g in tl.static_range(N // COLUMNS):
+            keys, queries = (), ()
+            for g in tl.static_range(G):
                 acc = tl.zeros([M, COLUMNS], tl.float32)
                 for p in tl.static_range(K // P):
                     parts = ()
@@ -331,27 +352,30 @@ def _outputs_kernel(
                     acc *= factor[g][None, :]
                 for p in tl.static_range(LM // DOT):
                     c = split(spread_lanes(coef[g * (LM // DOT) + p]))
-                    acc = dot(split(spread_lanes(d_old[p])), transpose(c), acc)
-                h = h + (acc,)
+                    acc = dot(split(d_old[p]), transpose(c), acc)
+                key, query = _by_token(acc)
+                keys, queries = keys + (key,), queries + (query,)
 
-            ds, outs = (), ()
-            for t in tl.static_range(W):
-                d = (v[t].to(tl.float32) - _column(h[2 * t // COLUMNS], 2 * t % COLUMNS)) * beta[t]
-                new = ()
-                for g in tl.static_range(N // COLUMNS):
-                    if g < 2 * t // COLUMNS:
-                        new = new + (h[g],)
-                    else:
-                        more = h[g] + d[:, None] * fresh[t * (N // COLUMNS) + g][None, :]
-                        new = new + (tl.where(g * COLUMNS + i[None, :] > 2 * t, more, h[g]),)
-                h = new
-                ds, outs = ds + (d,), outs + (_column(h[2 * t // COLUMNS], 2 * t % COLUMNS + 1),)
-            for t in tl.static_range(W):
-                real = (t < tokens) & (rows < V)
-                tl.store(new_o + t * (HV * V), outs[t].to(o_ptr.dtype.element_ty), mask=real)
-                tl.store(new_d + t * V, ds[t], mask=real)
-                tl.store(v_at + t * V, v[t], mask=real)
-    zero_rows(o_ptr, cu_ptr, head, r, rows, R, T, HV, V)
+            for u in tl.static_range(W - 1):
+                d = tl.where(t4 == u % 4, (v[u // 4].to(tl.float32) - keys[u // 4]) * beta[u // 4], 0.0)
+                d = tl.sum(d, axis=0)[None]
+                new_keys, new_queries = (), ()
+                for g in tl.static_range(G):
+                    key, query, later = keys[g], queries[g], 4 * g + t4 > u
+                    if 4 * g + 3 > u:
+                        key = tl.where(later, key + d * fresh[2 * (u * G + g)], key)
+                        query = tl.where(later, query + d * fresh[2 * (u * G + g) + 1], query)
+                    new_keys, new_queries = new_keys + (key,), new_queries + (query,)
+                keys, queries = new_keys, new_queries
+            for g in tl.static_range(G):
+                t = 4 * g + t4
+                real = (t < tokens) & (lane < V)
+                d = (v[g].to(tl.float32) - keys[g]) * beta[g]
+                o = queries[g] + d * last[g]
+                tl.store(new_o + t * (HV * V), o.to(o_ptr.dtype.element_ty), mask=real)
+                tl.store(new_d + t * V, d, mask=real)
+                tl.store(v_at + t * V, v[g], mask=real)
+    clear_rows(o_ptr, total + r, R, head, block * M + tl.arange(0, M), T, HV, V)
 
 
 def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, num_warps: int):
