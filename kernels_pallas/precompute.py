@@ -28,7 +28,7 @@ from kernels_pallas.channels import (
 from kernels_pallas.decode import clear_rows, request_tokens
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.project import iota, live_half, scalar
-from kernels_pallas.recurrence import pair_levels, row_sums
+from kernels_pallas.recurrence import finish, halve, pair_levels, pair_sums
 
 PARTS = 3
 DOT = 16  # the smallest side of a dot, but for its columns
@@ -73,14 +73,28 @@ def spread_lanes(x):
 # ------------------------------------------------------------------------------------------------------- pre-kernels
 
 
-def _rows(ref, rows, lead, last, mask, k: int):
-    """[len(rows), K] of ref[*lead, rows, last, 0:k] (`last` a tuple); zero where `mask` [rows, 1] is false."""
-    return load(ref.at[(*lead, rows, *last, iota(k, 1))], mask=mask, other=jnp.zeros((), ref.dtype))
+def _piece_columns(dtype, k: int):
+    """Column numbers [1, P] of the pieces of a row of k values: what four lanes load at once, 16 bytes each; `spread_lanes`."""
+    width = min(k, DOT if dtype == jnp.float32 else 2 * DOT)
+    return [p * width + iota(width, 1) for p in range(k // width)]
 
 
-def _norms(x, levels: int, interpret: bool):
-    x = x.astype(jnp.float32)
-    return lax.rsqrt(row_sums(x * x, levels, interpret) + L2NORM_EPS)
+def _pieces(ref, rows, lead, last, mask, k: int):
+    """[len(rows), K] of ref[*lead, rows, last, 0:k] (`last` a tuple) in pieces; zero where `mask` [rows, 1] is false."""
+    zero = jnp.zeros((), ref.dtype)
+    return [load(ref.at[(*lead, rows, *last, c)], mask=mask, other=zero) for c in _piece_columns(ref.dtype, k)]
+
+
+def _norms(pieces, levels: int, interpret: bool):
+    """Inverse norms [M] of rows in pieces."""
+    pieces = [x.astype(jnp.float32) for x in pieces]
+    return lax.rsqrt(finish(halve([pair_sums(x * x, levels) for x in pieces]), interpret) + L2NORM_EPS)
+
+
+def _twice(x):
+    """x again below x, when it has fewer rows than a dot takes."""
+    rows = DOT // x.shape[0]
+    return x if rows < 2 else jnp.broadcast_to(x[None], (rows, *x.shape)).reshape(DOT, *x.shape[1:])
 
 
 def _pick(x, where):
@@ -97,76 +111,81 @@ def _gdn_kernel(
     head, r, layer = program_id(0), program_id(1), layer_ref[0]
     (_, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_out.shape[2]
     length, group, n_cols, m = k_out.shape[3] // 2, v_heads // heads, x_ref.shape[3], coef_ref.shape[3]
-    levels, one, zero = pair_levels(k_ref.dtype, k_dim), jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    levels, one = pair_levels(k_ref.dtype, k_dim), jnp.ones((), jnp.float32)
     slot, tokens = request_tokens(slots_ref, lens_ref, r, k_out.shape[1] - 1)
     first = cu_ref[r]
 
     @when(tokens > 0)
     def _():
-        n, base = live_half(cursor_ref, slot, length)
         q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
-        j, i, col = iota(m, 0), iota(n_cols, 0), iota(n_cols, 1)
-        t, is_q = lax.div(i, 2), lax.rem(i, 2) == 1
-        # rows of k: live records, then the window; columns: the window
-        fresh = (j >= n) & (j < n + tokens)
-        old = _rows(k_out, base + j, (layer, slot, key_head), (), j < n, k_dim)
-        new = _rows(k_ref, first + j - n, (), (key_head,), fresh, k_dim)
-        x_k = _rows(k_ref, first + t, (), (key_head,), (t < tokens) & ~is_q, k_dim)
-        x_q = _rows(q_ref, first + t, (), (q_head,), (t < tokens) & is_q, k_dim)
-        # gates of all value heads of this key head, one lane for each head and column
-        members, token = iota(power_of_two(group), 0), lax.div(col, 2)
+        j, i, col, rows = iota(m, 0), iota(n_cols, 0), iota(n_cols, 1), iota(max(DOT, n_cols), 0)
+        t, token, is_q = lax.div(i, 2), lax.div(col, 2), lax.rem(i, 2) == 1
+        # all loads; gates of all value heads of this key head: one lane for each head and column
+        members = iota(power_of_two(group), 0)
         v_head, real = head * group + members, (members < group) & (token < tokens)
-        row = first + token + jnp.zeros_like(members)
-        own = v_head + jnp.zeros_like(token)
-        if len(gates) == 4:
+        row, own = first + token + jnp.zeros_like(members), v_head + jnp.zeros_like(token)
+        at = [(row, own), (row, own), (own,), (own,)] if len(gates) == 4 else [(row, own, jnp.zeros_like(own)), (row, own)]
+        raw = [load(x.at[y], mask=real, other=jnp.zeros((), x.dtype)) for x, y in zip(gates, at, strict=True)]
+        live_k = (t < tokens) & ~is_q
+        x_k = _pieces(k_ref, first + t, (), (key_head,), live_k, k_dim)
+        x_q = _pieces(q_ref, first + t, (), (q_head,), (t < tokens) & is_q, k_dim)
+        n, base = live_half(cursor_ref, slot, length)
+        keys = _pieces(k_out, base + j, (layer, slot, key_head), (), j < n, k_dim)
+        if not interpret:
+            barrier()  # loads stay above, and what follows below: see _outputs_kernel
 
-            def get(ref, *at):
-                return load(ref.at[at], mask=real, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
-
-            a, b, A_log, dt_bias = gates
-            a = jnp.where(real, decay(get(a, row, own), get(A_log, own), get(dt_bias, own), None), 1.0)
-            beta = jnp.where(real, sigmoid(get(b, row, own)), 0.0)
-        else:
-            a = load(gates[0].at[row, own, jnp.zeros_like(own)], mask=real, other=one)
-            beta = load(gates[1].at[row, own], mask=real, other=zero)
-        keys, x = jnp.where(j < n, old, new), jnp.where(is_q, x_q, x_k)
-        x_norm = _norms(x, levels, interpret)
-        column, lane_j = jnp.arange(n_cols, dtype=jnp.int32), jnp.arange(m, dtype=jnp.int32)
-        at_q = lax.rem(column, 2) == 1
-        x_norm = jnp.where(at_q, x_norm * scale, x_norm)
-        x_parts = split(x)
-        gram = dot(split(keys), x_parts, jnp.zeros((m, n_cols), jnp.float32))
-        gram = (gram * _norms(keys, levels, interpret)[:, None]) * x_norm[None, :]
-
-        for g in range(group):
-            v = head * group + g
-            passed, passed_0 = jnp.ones((m,), jnp.float32), one
-            for u in range(length):
-                alpha = load(decay_out.at[layer, slot, v, base + u, scalar(0)], mask=u < n, other=one)
-                passed_0 = passed_0 * alpha
-                passed = jnp.where(lane_j < u, passed * alpha, passed)
-            product = passed[:, None] + jnp.zeros((m, n_cols), jnp.float32)  # P(j->t)
-            factor = passed_0 + jnp.zeros((n_cols,), jnp.float32)  # P(0->t)
-            for u in range(width):
-                alpha = _pick(a, (members == g) & (col == 2 * u))
-                product = jnp.where((token >= u) & (j < n + u), product * alpha, product)
-                factor = jnp.where(column >= 2 * u, factor * alpha, factor)
-            c = gram * product
-            # window token i acts on q_t from t = i and on k_t from t = i + 1, that is on the columns beyond 2i
-            later = (col > 2 * (j - n)) & (col < 2 * tokens)
-            store(window_ref.at[r, v, jnp.where(fresh, j - n, width), col], jnp.where(later, c, 0.0), mask=fresh)
-            store(coef_ref.at[r, v, col, j], jnp.where(j < n, c, 0.0))
-            store(scalar_ref.at[r, v, scalar(0), column], factor * x_norm)
-        store(scalar_ref.at[r, own, jnp.ones_like(own), col + jnp.zeros_like(own)], beta, mask=members < group)
-        for p, part in enumerate(x_parts):
-            store(x_ref.at[r, head, scalar(p), i, iota(k_dim, 1)], part)
-        record = base + n + token + jnp.zeros_like(own)
-        store(decay_out.at[layer, slot, own, record, jnp.zeros_like(own)], a, mask=real)
-        store(beta_out.at[layer, slot, own, record], beta, mask=real)
-
-        @when(lax.rem(head, heads // key_heads) == 0)
+        @when(first >= 0)
         def _():
-            store(k_out.at[layer, slot, key_head, base + j, iota(k_dim, 1)], new, mask=fresh)
+            raw32 = [x.astype(jnp.float32) for x in raw]
+            a, beta = (decay(raw32[0], *raw32[2:], None), sigmoid(raw32[1])) if len(gates) == 4 else raw32
+            a, beta = jnp.where(real, a, 1.0), jnp.where(real, beta, 0.0)
+            x = [jnp.where(is_q, y, z) for y, z in zip(x_q, x_k, strict=True)]
+            x_norm = _norms(x, levels, interpret)
+            column, lane_j = jnp.arange(n_cols, dtype=jnp.int32), jnp.arange(m, dtype=jnp.int32)
+            scaled = jnp.where(lax.rem(column, 2) == 1, x_norm * scale, x_norm)
+            x_parts = [split(y) for y in x]
+            old, new = jnp.zeros((m, n_cols), jnp.float32), jnp.zeros((rows.shape[0], n_cols), jnp.float32)
+            for y, parts in zip(keys, x_parts, strict=True):
+                b = [spread_lanes(part) for part in parts]
+                old = dot(split(spread_lanes(y)), b, old)
+                new = dot([_twice(part) for part in b], b, new)
+            old = (old * _norms(keys, levels, interpret)[:, None]) * scaled[None, :]
+            new = (new * _twice(x_norm)[:, None]) * scaled[None, :]
+
+            # row 2i of `new` belongs to k_i: it acts on q_t from t = i and on k_t from t = i + 1, that is beyond column 2i
+            k_token, is_k = lax.div(rows, 2), (lax.rem(rows, 2) == 0) & (rows < 2 * tokens)
+            inside = jnp.where(col < 2 * tokens, token, -1)
+            new = jnp.where((col > rows) & (inside >= 0), new, 0.0)
+            for g in range(group):
+                v = head * group + g
+                passed, passed_0 = jnp.ones((m,), jnp.float32), one
+                for u in range(length):
+                    alpha = load(decay_out.at[layer, slot, v, base + u, scalar(0)], mask=u < n, other=one)
+                    passed_0 = passed_0 * alpha
+                    passed = jnp.where(lane_j < u, passed * alpha, passed)
+                product = passed[:, None] + jnp.zeros((m, n_cols), jnp.float32)  # P(j->t)
+                fresh = jnp.ones(new.shape, jnp.float32)  # P(i->t)
+                factor = passed_0 + jnp.zeros((n_cols,), jnp.float32)  # P(0->t)
+                for u in range(width):
+                    alpha = _pick(a, (members == g) & (col == 2 * u))
+                    product = jnp.where(token >= u, product * alpha, product)
+                    fresh = jnp.where((inside >= u) & (k_token < u), fresh * alpha, fresh)
+                    factor = jnp.where(column >= 2 * u, factor * alpha, factor)
+                store(window_ref.at[r, v, jnp.where(is_k, k_token, width), col], new * fresh, mask=is_k)
+                store(coef_ref.at[r, v, col, j], jnp.where(j < n, old * product, 0.0))
+                store(scalar_ref.at[r, v, scalar(0), column], factor * scaled)
+            store(scalar_ref.at[r, own, jnp.ones_like(own), col + jnp.zeros_like(own)], beta, mask=members < group)
+            record = base + n + token + jnp.zeros_like(own)
+            store(decay_out.at[layer, slot, own, record, jnp.zeros_like(own)], a, mask=real)
+            store(beta_out.at[layer, slot, own, record], beta, mask=real)
+            for c, parts in zip(_piece_columns(k_ref.dtype, k_dim), x_parts, strict=True):
+                for p, part in enumerate(parts):
+                    store(x_ref.at[r, head, scalar(p), i, c], part)
+
+            @when(lax.rem(head, heads // key_heads) == 0)
+            def _():
+                for c, y in zip(_piece_columns(k_ref.dtype, k_dim), x_k, strict=True):
+                    store(k_out.at[layer, slot, key_head, jnp.where(live_k, base + n + t, 2 * length), c], y, mask=live_k)
 
 
 def _kda_kernel(
@@ -258,21 +277,24 @@ def coefficients(
 
 # ------------------------------------------------------------------------------------------------------- main kernel
 
-# The accumulator of a dot holds rows g and g + 8 of 16, columns 2t and 2t+1 in lane 4g + t: u and o of token t. Its row
-# 8h + g stands for row 2g + h of V, so that a lane holds neighbours in memory. A tile [B, 8, 2, 4], B = block_v / 16, of
-# (16 rows, g, h, t) is laid out alike when it is loaded: nothing changes lanes but d_t, which all later tokens need.
+# The accumulator of a dot holds rows g and g + 8 of 16, columns 2t and 2t+1 in lane 4g + t: those of token t. Its row 8h + g
+# stands for row 2g + h of V, so that a lane holds neighbours in memory. A tile [B, 8, 2, 4], B = block_v / 16, of (16 rows,
+# g, h, t) is laid out alike when it is loaded: nothing changes lanes but d_t, which all later tokens need.
 
 
-def _lanes(axis: int, shape=(1, 8, 2, 4)):
-    return lax.broadcasted_iota(jnp.int32, tuple(n if i == axis else 1 for i, n in enumerate(shape)), axis)
+def _along(axis: int, n: int, dims: int = 4):
+    """0..n-1 along `axis` of an array of `dims` dimensions, the others having size 1."""
+    return lax.broadcasted_iota(jnp.int32, tuple(n if i == axis else 1 for i in range(dims)), axis)
+
+
+def _halves(x):
+    """x [.., 2] as its two columns."""
+    return [y.reshape(x.shape[:-1]) for y in lax.split(x, (1, 1), axis=x.ndim - 1)]
 
 
 def _by_token(h, block_v: int):
     """h [M, 8] as two tiles [B, 8, 2, 4]: its even columns and its odd ones."""
-    shape = (block_v // DOT, 2, 8, 4)
-    even, odd = lax.split(h.reshape(*shape, 2).transpose(0, 2, 1, 3, 4), (1, 1), axis=4)
-    shape = (shape[0], 8, 2, 4)
-    return even.reshape(shape), odd.reshape(shape)
+    return _halves(h.reshape(block_v // DOT, 2, 8, 4, 2).transpose(0, 2, 1, 3, 4))
 
 
 def _outputs_kernel(
@@ -282,8 +304,7 @@ def _outputs_kernel(
     """Steps 3 to 7 for one request, value head and block of V, and the records v and d."""
     block, head, r, layer = program_id(0), program_id(1), program_id(2), layer_ref[0]
     (_, x_heads, parts, n_cols, k_dim), width = x_ref.shape, window_ref.shape[2]
-    v_heads, m = v_ref.shape[1], coef_ref.shape[3]
-    piece = min(k_dim, DOT if state_ref.dtype == jnp.float32 else 2 * DOT)
+    v_heads, m, b = v_ref.shape[1], coef_ref.shape[3], block_v // DOT
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] - 1)
     first, total = cu_ref[r], cu_ref[cu_ref.shape[0] - 1]
     zero, groups = jnp.zeros((), jnp.float32), range(n_cols // COLUMNS)
@@ -292,39 +313,27 @@ def _outputs_kernel(
     def _():
         # the state first: it is nearly all of the traffic, and depends only on the slot
         n, base = live_half(cursor_ref, slot, d_pool.shape[3] // 2)
-        x_head, i, cols = lax.div(head, v_heads // x_heads), iota(COLUMNS, 0), jnp.arange(COLUMNS, dtype=jnp.int32)
-        j = iota(block_v, 0)
+        x_head, i, j, spot = lax.div(head, v_heads // x_heads), iota(COLUMNS, 0), iota(block_v, 0), (layer, slot, head)
         rows = block * block_v + lax.div(j, DOT) * DOT + lax.rem(j, 8) * 2 + lax.rem(lax.div(j, 8), 2)
-        lane, t4 = block * block_v + _lanes(0, (block_v // DOT, 1, 1, 1)) * DOT + _lanes(1) * 2 + _lanes(2), _lanes(3)
-        pieces = [p * piece + iota(piece, 1) for p in range(k_dim // piece)]
-        records = [p * DOT + iota(DOT, 1) for p in range(m // DOT)]
-        state = [load(state_ref.at[layer, slot, head, rows, p]) for p in pieces]
+        lane, t4 = block * block_v + _along(0, b) * DOT + _along(1, 8) * 2 + _along(2, 2), _along(3, 4)
+        pieces = _piece_columns(state_ref.dtype, k_dim)
+        state = [load(state_ref.at[(*spot, rows, p)]) for p in pieces]
         x = [[[load(x_ref.at[r, x_head, scalar(a), g * COLUMNS + i, p]) for a in range(parts)] for p in pieces] for g in groups]
-        factor = [load(scalar_ref.at[r, head, scalar(0), g * COLUMNS + cols]) for g in groups]
-        coef = [[load(coef_ref.at[r, head, g * COLUMNS + i, j]) for j in records] for g in groups]
-        d_old = []
+        factor = [load(scalar_ref.at[r, head, scalar(0), g * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)]) for g in groups]
+        coef = [[load(coef_ref.at[r, head, g * COLUMNS + i, p * DOT + iota(DOT, 1)]) for p in range(m // DOT)] for g in groups]
+        d_old, v, beta, last, fresh = [], [], [], [], []
         for p in range(m // DOT):
-            j = (
-                p * DOT
-                + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, 4), 4) * 4
-                + lax.broadcasted_iota(jnp.int32, (4, 1, 1, 1, 1), 0)
-            )
-            d = load(d_pool.at[layer, slot, head, base + j, lane[None]], mask=j < n, other=zero)
-            d = d.reshape(2, 2, block_v // DOT, 8, 2, 4).transpose(2, 4, 3, 0, 5, 1)
-            d_old.append(d.reshape(block_v, DOT))
-        v, beta, own, fresh = [], [], [], []
-        everywhere = jnp.zeros((1, 8, 1, 1), jnp.int32)
+            j = p * DOT + _along(4, 4, 5) * 4 + _along(0, 4, 5)
+            d = load(d_pool.at[(*spot, base + j, lane[None])], mask=j < n, other=zero)
+            d_old.append(d.reshape(2, 2, b, 8, 2, 4).transpose(2, 4, 3, 0, 5, 1).reshape(block_v, DOT))
         for g in groups:
-            t = 4 * g + t4
-            real, at = t < tokens, (r, head, scalar(1), 2 * t + everywhere)
-            v.append(load(v_ref.at[first + t, head, lane], mask=real, other=jnp.zeros((), v_ref.dtype)))
-            beta.append(load(scalar_ref.at[at], mask=real, other=zero))
-            own.append(load(window_ref.at[r, head, t, 2 * t + 1 + everywhere], mask=real, other=zero))
+            t, wide = 4 * g + t4, _along(1, 8) * 0
+            v.append(load(v_ref.at[first + t, head, lane], mask=t < tokens, other=jnp.zeros((), v_ref.dtype)))
+            beta.append(load(scalar_ref.at[r, head, scalar(1), 2 * t + wide], mask=t < tokens, other=zero))
+            last.append(load(window_ref.at[r, head, t, 2 * t + 1 + wide], mask=t < tokens, other=zero))
         for u in range(width - 1):
-            cols = [g * COLUMNS + 2 * t4 + everywhere for g in groups]
-            fresh.append(
-                [[load(window_ref.at[r, head, scalar(u), c + e], mask=u < tokens, other=zero) for e in (0, 1)] for c in cols]
-            )
+            at = [g * COLUMNS + 2 * t4[..., None] + wide[..., None] + _along(4, 2, 5) for g in groups]
+            fresh.append([_halves(load(window_ref.at[r, head, scalar(u), c], mask=u < tokens, other=zero)) for c in at])
 
         # A compiler moves loads down, each to its first use. It moves none beyond a barrier, and no arithmetic above a branch;
         # this one is always taken, which a compiler does not know.
@@ -344,20 +353,19 @@ def _outputs_kernel(
                     acc = dot(split(d), split(spread_lanes(c)), acc)
                 h.append(_by_token(acc, block_v))
 
+            def corrected(g):
+                return (v[g].astype(jnp.float32) - h[g][0]) * beta[g]
+
             for u in range(width - 1):
-                g = u // 4
-                d = jnp.where(t4 == u % 4, (v[g].astype(jnp.float32) - h[g][0]) * beta[g], 0.0)
-                d = jnp.sum(d, axis=3)[..., None]
-                for g in groups[g:]:
+                d = jnp.sum(jnp.where(t4 == u % 4, corrected(u // 4), 0.0), axis=3)[..., None]
+                for g in groups[u // 4 :]:
                     later = 4 * g + t4 > u
-                    h[g] = [jnp.where(later, x + d * w, x) for x, w in zip(h[g], fresh[u][g], strict=True)]
+                    h[g] = [jnp.where(later, y + d * w, y) for y, w in zip(h[g], fresh[u][g], strict=True)]
             for g in groups:
-                t = 4 * g + t4
-                at, real = (layer, slot, head, base + n + t, lane), t < tokens
-                d = (v[g].astype(jnp.float32) - h[g][0]) * beta[g]
-                store(o_ref.at[first + t, head, lane], (h[g][1] + d * own[g]).astype(o_ref.dtype), mask=real)
-                store(d_out.at[at], d, mask=real)
-                store(v_out.at[at], v[g], mask=real)
+                t, d = 4 * g + t4, corrected(g)
+                store(o_ref.at[first + t, head, lane], (h[g][1] + d * last[g]).astype(o_ref.dtype), mask=t < tokens)
+                store(d_out.at[(*spot, base + n + t, lane)], d, mask=t < tokens)
+                store(v_out.at[(*spot, base + n + t, lane)], v[g], mask=t < tokens)
 
     clear_rows(o_ref, total + r, cu_ref.shape[0] - 1, head, block * block_v + jnp.arange(block_v, dtype=jnp.int32))
 

@@ -20,7 +20,7 @@ from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
 from kernels_triton.project import live_half
-from kernels_triton.recurrence import pair_levels, row_sums
+from kernels_triton.recurrence import finish, halve, pair_levels, pair_sums
 
 PARTS = tl.constexpr(3)
 DOT = tl.constexpr(16)  # the smallest side of a dot, but for its columns
@@ -95,15 +95,34 @@ def store_parts(at, parts, stride):
 
 
 @triton.jit
-def _rows(ptr, rows, stride, mask, K: tl.constexpr):
-    """[len(rows), K] from ptr + rows * stride; zero where `mask` is false."""
-    return tl.load(ptr + rows[:, None] * stride + tl.arange(0, K)[None, :], mask=mask[:, None], other=0.0)
+def _pieces(at, mask, K: tl.constexpr, P: tl.constexpr):
+    """Rows of K values, zero where `mask` is false, in pieces of what four lanes load at once, see `spread_lanes`."""
+    out = ()
+    for p in tl.static_range(K // P):
+        out = out + (tl.load(at + p * P, mask=mask[:, None], other=0.0),)
+    return out
 
 
 @triton.jit
-def _norms(x, LEVELS: tl.constexpr):
-    x = x.to(tl.float32)
-    return tl.rsqrt(row_sums(x * x, LEVELS) + L2NORM_EPS)
+def _norms(pieces, LEVELS: tl.constexpr):
+    """Inverse norms [M] of rows in pieces."""
+    sums = ()
+    for p in tl.static_range(len(pieces)):
+        x = pieces[p].to(tl.float32)
+        sums = sums + (pair_sums(x * x, LEVELS),)
+    return tl.rsqrt(finish(halve(sums)) + L2NORM_EPS)
+
+
+@triton.jit
+def _twice(x):
+    """x again below x, when it has fewer rows than a dot takes."""
+    TIMES: tl.constexpr = 16 // x.shape[0]
+    if TIMES < 2:
+        return x
+    elif len(x.shape) == 1:
+        return tl.reshape(tl.broadcast_to(x[None], [TIMES, x.shape[0]]), [16])
+    else:
+        return tl.reshape(tl.broadcast_to(x[None], [TIMES, x.shape[0], x.shape[1]]), [16, x.shape[1]])
 
 
 @triton.jit
@@ -117,75 +136,88 @@ def _gdn_kernel(
     slots_ptr, lens_ptr, cu_ptr, cursor_ptr, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, k_pool, decay_pool, beta_pool,
     layer, x_ptr, coef_ptr, window_ptr, scalar_ptr, S, W: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr,
     H: tl.constexpr, KH: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, L: tl.constexpr, M: tl.constexpr,
-    MEMBERS: tl.constexpr, LEVELS: tl.constexpr, X: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
+    MEMBERS: tl.constexpr, LEVELS: tl.constexpr, X: tl.constexpr, P: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Steps 1 and 2 of GDN for one request and key head, and the records k, decay, beta."""
     head, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     GROUP: tl.constexpr = HV // HEADS
+    ROWS: tl.constexpr = max(DOT, N)
     slot, tokens = request_tokens(slots_ptr, lens_ptr, r, S - 1)
     first = tl.load(cu_ptr + r).to(tl.int64)
     if tokens > 0:
-        n, base = live_half(cursor_ptr, slot, L)
         row, key_head = layer_row(layer) * S + slot, head // (HEADS // KH)
-        key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K
-        j, i = tl.arange(0, M), tl.arange(0, N)
-        t, is_q = i // 2, i % 2 == 1
-        # rows of k: live records, then the window; columns: the window
-        old = _rows(key_at, j, K, j < n, K)
-        new_k = k_ptr + (first * KH + key_head) * K
-        new = _rows(new_k, j - n, KH * K, (j >= n) & (j < n + tokens), K)
-        x_k = _rows(new_k, t, KH * K, (t < tokens) & (i % 2 == 0), K)
-        x_q = _rows(q_ptr + (first * H + head // (HEADS // H)) * K, t, H * K, (t < tokens) & is_q, K)
-        # gates of all value heads of this key head, one lane for each head and column
+        j, i, piece, rows = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)[None, :], tl.arange(0, ROWS)
+        t, is_q, col = i // 2, i % 2 == 1, i[None, :]
+        # all loads; gates of all value heads of this key head: one lane for each head and column
         members = tl.arange(0, MEMBERS)[:, None]
         v_head, real = head * GROUP + members, (members < GROUP) & (t < tokens)[None, :]
         at = (first + t)[None, :] * HV + v_head
+        a, beta = tl.load(a_ptr + at, mask=real, other=0.0), tl.load(b_ptr + at, mask=real, other=0.0)
+        A_log, dt_bias = a, a
         if RAW:
-            a, b = tl.load(a_ptr + at, mask=real, other=0.0), tl.load(b_ptr + at, mask=real, other=0.0)
-            A_log = tl.load(A_ptr + v_head + t[None, :] * 0, mask=real, other=0.0).to(tl.float32)
-            dt_bias = tl.load(dt_ptr + v_head + t[None, :] * 0, mask=real, other=0.0).to(tl.float32)
-            a = tl.where(real, decay(a.to(tl.float32), A_log, dt_bias, None), 1.0)
-            beta = tl.where(real, sigmoid(b.to(tl.float32)), 0.0)
-        else:
-            a, beta = tl.load(a_ptr + at, mask=real, other=1.0), tl.load(b_ptr + at, mask=real, other=0.0)
-        keys, x = tl.where((j < n)[:, None], old, new), tl.where(is_q[:, None], x_q, x_k)
-        x_norm = _norms(x, LEVELS)
-        x_norm = tl.where(is_q, x_norm * SCALE, x_norm)
-        x_parts = split(x)
-        gram = dot(split(keys), transpose(x_parts), tl.zeros([M, N], tl.float32))
-        gram = (gram * _norms(keys, LEVELS)[:, None]) * x_norm[None, :]
+            A_log = tl.load(A_ptr + v_head + t[None, :] * 0, mask=real, other=0.0)
+            dt_bias = tl.load(dt_ptr + v_head + t[None, :] * 0, mask=real, other=0.0)
+        k_at, live_k = k_ptr + (first * KH + key_head) * K + t[:, None] * (KH * K) + piece, (t < tokens) & (i % 2 == 0)
+        q_at = q_ptr + (first * H + head // (HEADS // H)) * K + t[:, None] * (H * K) + piece
+        x_k, x_q = _pieces(k_at, live_k, K, P), _pieces(q_at, (t < tokens) & is_q, K, P)
+        n, base = live_half(cursor_ptr, slot, L)
+        key_at = k_pool + ((row * KH + key_head) * (2 * L) + base) * K + piece
+        keys = _pieces(key_at + j[:, None] * K, j < n, K, P)
+        decay_at = decay_pool + (row * HV + head * GROUP) * (2 * L) + base
+        tl.debug_barrier()  # loads stay above, and what follows below: see _outputs_kernel
+        if first >= 0:
+            alphas, betas = a.to(tl.float32), beta.to(tl.float32)
+            if RAW:
+                alphas = decay(alphas, A_log.to(tl.float32), dt_bias.to(tl.float32), None)
+                betas = sigmoid(betas)
+            alphas, betas = tl.where(real, alphas, 1.0), tl.where(real, betas, 0.0)
+            x = ()
+            for p in tl.static_range(K // P):
+                x = x + (tl.where(is_q[:, None], x_q[p], x_k[p]),)
+            x_norm = _norms(x, LEVELS)
+            scaled = tl.where(is_q, x_norm * SCALE, x_norm)
+            old, new = tl.zeros([M, N], tl.float32), tl.zeros([ROWS, N], tl.float32)
+            for p in tl.static_range(K // P):
+                parts, columns = (), ()
+                for part in tl.static_range(X):
+                    y = spread_lanes(split(x[p])[part])
+                    parts, columns = parts + (_twice(y),), columns + (tl.trans(y),)
+                old = dot(split(spread_lanes(keys[p])), columns, old)
+                new = dot(parts, columns, new)
+            old = (old * _norms(keys, LEVELS)[:, None]) * scaled[None, :]
+            new = (new * _twice(x_norm)[:, None]) * scaled[None, :]
 
-        col = i[None, :]
-        for m in tl.static_range(GROUP):
-            own, decay_at = (r * HV + head * GROUP + m), decay_pool + (row * HV + head * GROUP + m) * (2 * L) + base
-            passed, passed_0 = tl.full([M], 1.0, tl.float32), 1.0
-            for u in tl.static_range(L):
-                alpha = tl.load(decay_at + u, mask=u < n, other=1.0)
-                passed_0 *= alpha
-                passed = tl.where(j < u, passed * alpha, passed)
-            product = passed[:, None] + tl.zeros([M, N], tl.float32)  # P(j->t)
-            factor = passed_0 + tl.zeros([N], tl.float32)  # P(0->t)
-            for u in tl.static_range(W):
-                alpha = _pick(a, (members == m) & (col == 2 * u))
-                product = tl.where((t >= u)[None, :] & (j < n + u)[:, None], product * alpha, product)
-                factor = tl.where(t >= u, factor * alpha, factor)
-            c = gram * product
-            # window token i acts on q_t from t = i and on k_t from t = i + 1, that is on the columns beyond 2i
-            later = (col > 2 * (j - n)[:, None]) & (col < 2 * tokens)
-            inside = (j >= n) & (j < n + tokens)
-            window_at = window_ptr + own * (W * N) + (j - n)[:, None] * N + col
-            tl.store(window_at, tl.where(later, c, 0.0), mask=inside[:, None])
-            tl.store(coef_ptr + own * (N * M) + col * M + j[:, None], tl.where((j < n)[:, None], c, 0.0))
-            tl.store(scalar_ptr + own * (2 * N) + i, factor * x_norm)
-        tl.store(scalar_ptr + (r * HV + v_head) * (2 * N) + N + col, beta, mask=members < GROUP)
-        x_at = x_ptr + (r * HEADS + head) * (X * N * K) + i[:, None] * K + tl.arange(0, K)[None, :]
-        store_parts(x_at, x_parts, N * K)
-        record = (row * HV + v_head) * (2 * L) + base + n + t[None, :]
-        tl.store(decay_pool + record, a, mask=real)
-        tl.store(beta_pool + record, beta, mask=real)
-        if head % (HEADS // KH) == 0:
-            new_key_at = key_at + j[:, None] * K + tl.arange(0, K)[None, :]
-            tl.store(new_key_at, new, mask=((j >= n) & (j < n + tokens))[:, None])
+            # row 2i of `new` belongs to k_i: it acts on q_t from t = i and on k_t from t = i + 1, that is beyond column 2i
+            k_token, is_k = (rows // 2)[:, None], ((rows % 2 == 0) & (rows < 2 * tokens))[:, None]
+            inside = tl.where(t < tokens, t, -1)[None, :]
+            new = tl.where((col > rows[:, None]) & (inside >= 0), new, 0.0)
+            for m in tl.static_range(GROUP):
+                own = r * HV + head * GROUP + m
+                passed, passed_0 = tl.full([M], 1.0, tl.float32), 1.0
+                for u in tl.static_range(L):
+                    alpha = tl.load(decay_at + (m * (2 * L) + u), mask=u < n, other=1.0)
+                    passed_0 *= alpha
+                    passed = tl.where(j < u, passed * alpha, passed)
+                product = passed[:, None] + tl.zeros([M, N], tl.float32)  # P(j->t)
+                fresh = tl.full([ROWS, N], 1.0, tl.float32)  # P(i->t)
+                factor = passed_0 + tl.zeros([N], tl.float32)  # P(0->t)
+                for u in tl.static_range(W):
+                    alpha = _pick(alphas, (members == m) & (col == 2 * u))
+                    product = tl.where((t >= u)[None, :], product * alpha, product)
+                    fresh = tl.where((inside >= u) & (k_token < u), fresh * alpha, fresh)
+                    factor = tl.where(t >= u, factor * alpha, factor)
+                tl.store(window_ptr + own * (W * N) + k_token * N + col, new * fresh, mask=is_k)
+                tl.store(coef_ptr + own * (N * M) + col * M + j[:, None], tl.where((j < n)[:, None], old * product, 0.0))
+                tl.store(scalar_ptr + own * (2 * N) + i, factor * scaled)
+            tl.store(scalar_ptr + (r * HV + v_head) * (2 * N) + N + col, betas, mask=members < GROUP)
+            record = (row * HV + v_head) * (2 * L) + base + n + t[None, :]
+            tl.store(decay_pool + record, alphas, mask=real)
+            tl.store(beta_pool + record, betas, mask=real)
+            x_at = x_ptr + (r * HEADS + head) * (X * N * K) + i[:, None] * K + piece
+            for p in tl.static_range(K // P):
+                store_parts(x_at + p * P, split(x[p]), N * K)
+                if head % (HEADS // KH) == 0:
+                    tl.store(key_at + p * P + (n + t)[:, None] * K, x_k[p], mask=live_k[:, None])
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -225,6 +257,11 @@ def _kda_kernel(
             tl.store(coef_ptr + own * (N * M) + i[None, :] * M + p * DOT + j, c)
 
 
+def piece_width(dtype: torch.dtype, k: int) -> int:
+    """Values of a row of k that four lanes load at once, 16 bytes each: see `spread_lanes`."""
+    return min(k, DOT.value if dtype == torch.float32 else 2 * DOT.value)
+
+
 def columns(width: int) -> int:
     """N: columns of a window."""
     return max(COLUMNS.value, 2 * triton.next_power_of_2(width))
@@ -257,7 +294,8 @@ def coefficients(
             _gdn_kernel, (heads, requests),
             slots, verify_len, cu, cursor, q, k, *(rest if raw else (*rest, *rest)), k_pool, decay_pool, beta_pool, layer,
             x, coef, window, scalars, s, width, n, heads, q.shape[1], key_heads, v_heads, k_dim, length, m,
-            triton.next_power_of_2(v_heads // heads), levels, parts, raw, scale, num_warps=num_warps,
+            triton.next_power_of_2(v_heads // heads), levels, parts, piece_width(k.dtype, k_dim), raw, scale,
+            num_warps=num_warps,
         )  # fmt: skip
     elif requests:
         raw = len(rest) == 4
@@ -327,14 +365,14 @@ def _outputs_kernel(
         v, beta, last, fresh = (), (), (), ()
         for g in tl.static_range(G):
             t = 4 * g + t4
-            v = v + (tl.load(new_v + t * (HV * V), mask=(t < tokens) & (lane < V), other=0.0),)
+            v = v + (tl.load(new_v + t * (HV * V), mask=t < tokens, other=0.0),)
             beta = beta + (tl.load(scalar_at + N + g * COLUMNS + column, mask=t < tokens, other=0.0),)
             at = window_at + t * N + g * COLUMNS + column + 1
             last = last + (tl.load(at, mask=t < tokens, other=0.0),)
         for u in tl.static_range(W - 1):
             for g in tl.static_range(G):
-                at = window_at + (u * N + g * COLUMNS) + column
-                fresh = fresh + (tl.load(at, mask=u < tokens, other=0.0), tl.load(at + 1, mask=u < tokens, other=0.0))
+                at = window_at + (u * N + g * COLUMNS) + column[:, :, :, :, None] + tl.arange(0, 2)
+                fresh = fresh + (tl.split(tl.load(at, mask=u < tokens, other=0.0)),)
 
         # A compiler moves loads down, each to its first use. It moves none beyond a barrier, and no arithmetic above a branch;
         # this one is always taken, which a compiler does not know.
@@ -363,18 +401,17 @@ def _outputs_kernel(
                 for g in tl.static_range(G):
                     key, query, later = keys[g], queries[g], 4 * g + t4 > u
                     if 4 * g + 3 > u:
-                        key = tl.where(later, key + d * fresh[2 * (u * G + g)], key)
-                        query = tl.where(later, query + d * fresh[2 * (u * G + g) + 1], query)
+                        key = tl.where(later, key + d * fresh[u * G + g][0], key)
+                        query = tl.where(later, query + d * fresh[u * G + g][1], query)
                     new_keys, new_queries = new_keys + (key,), new_queries + (query,)
                 keys, queries = new_keys, new_queries
             for g in tl.static_range(G):
                 t = 4 * g + t4
-                real = (t < tokens) & (lane < V)
                 d = (v[g].to(tl.float32) - keys[g]) * beta[g]
                 o = queries[g] + d * last[g]
-                tl.store(new_o + t * (HV * V), o.to(o_ptr.dtype.element_ty), mask=real)
-                tl.store(new_d + t * V, d, mask=real)
-                tl.store(v_at + t * V, v[g], mask=real)
+                tl.store(new_o + t * (HV * V), o.to(o_ptr.dtype.element_ty), mask=t < tokens)
+                tl.store(new_d + t * V, d, mask=t < tokens)
+                tl.store(v_at + t * V, v[g], mask=t < tokens)
     clear_rows(o_ptr, total + r, R, head, block * M + tl.arange(0, M), T, HV, V)
 
 
@@ -387,14 +424,13 @@ def outputs(index, cursor, v, window, state, pools, *, gdn: bool, block_v: int, 
     requests, heads, parts, n = x.shape[:4]
     (t, v_heads, v_dim), (m, k_dim, _) = v.shape, tile_of(state, block_v)
     check_block(m)
-    piece = DOT.value if state.dtype == torch.float32 else 2 * DOT.value
     o = torch.empty_like(v) if requests else torch.zeros_like(v)
     if requests:
         launch(
             _outputs_kernel, (v_dim // m, v_heads, requests),
             slots, verify_len, cu, cursor, v, x, coef, w, scalars, state, v_pool, d_pool, layer, o, state.shape[1], requests,
-            t, w.shape[2], n, heads, v_heads, k_dim, v_dim, v_pool.shape[3] // 2, coef.shape[3], m, parts, min(k_dim, piece),
-            gdn, num_warps=num_warps,
+            t, w.shape[2], n, heads, v_heads, k_dim, v_dim, v_pool.shape[3] // 2, coef.shape[3], m, parts,
+            piece_width(state.dtype, k_dim), gdn, num_warps=num_warps,
         )  # fmt: skip
     return o
 

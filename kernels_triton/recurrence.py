@@ -62,7 +62,7 @@ def row_sums(p, LEVELS: tl.constexpr):
 @triton.jit
 def halve(pieces):
     """First half + second half over a tuple of equal pieces until one remains."""
-    for _ in tl.static_range(3):
+    for _ in tl.static_range(4):
         if len(pieces) > 1:
             sums = ()
             for i in tl.static_range(len(pieces) // 2):
