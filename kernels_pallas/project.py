@@ -1,8 +1,8 @@
 """Replay's forward of one layer: window coefficients (pre-kernel), then outputs and records from the checkpoint.
 
 The order of every operation is that of torch_ref/executors/replay.py; step numbers below refer to its docstring. Two
-launches: `coefficients`, one program per (request, key head, block of records) or, with KDA, per (request, head), and
-`outputs`, one program per (V block, value head, request). The state is read once and not written.
+launches: `coefficients`, one program per (request, key head, block of records) or, with KDA or one token, per (request,
+head), and `outputs`, one program per (V block, value head, request). The state is read once and not written.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from kernels_pallas.recurrence import (
     finish,
     lane_sums,
     load_pieces,
+    load_raw_pieces,
+    load_raw_rows,
     load_row_pieces,
     load_rows,
     pair_levels,
     read,
     store_pieces,
+    to_fp32,
 )
 
 RECORD_LEVELS = 2
 ROWS = 8  # records of one tile of a pre-kernel
+LONE = 16  # history up to which one program does GDN's for one token
 UNROLL = 8  # windows up to this width are unrolled
 AHEAD = 1  # rows of x and c of a longer window that are in flight before the first projection
 
@@ -55,7 +59,11 @@ def scalar(i: int):
 
 def live_half(cursor_ref, slot, length: int):
     """(n, first record) of the live half of a slot."""
-    cursor = cursor_ref[slot]
+    return _half(cursor_ref[slot], length)
+
+
+def _half(cursor, length: int):
+    """(n, first record) of the live half that a cursor points to."""
     return lax.rem(cursor, 2 * length), lax.div(cursor, 2 * length) * length
 
 
@@ -81,21 +89,27 @@ def _window_keys(k_pool, k_ref, where, j, n, tokens, key_head, levels):
     return [jnp.where(j < n, a, b) for a, b in zip(old, new, strict=True)]
 
 
-def _gates(refs, row, v_head, mask):
-    """decay and beta of value heads v_head [N, 1] in token rows `row` [1, W]: loaded, or computed from raw logits; decay is 1
-    and beta 0 where `mask` is false."""
-    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+def _load_gates(refs, row, v_head, mask):
+    """What `_gates` makes decay and beta of: value heads v_head [N, 1] in token rows `row` [1, W]."""
     if len(refs) == 2:
+        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
         a = load(refs[0].at[row, v_head, jnp.zeros_like(row)], mask=mask, other=one)
         return a, load(refs[1].at[row, v_head], mask=mask, other=zero)
 
     def get(ref, *at):
-        return load(ref.at[at], mask=mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32)
+        return load(ref.at[at], mask=mask, other=jnp.zeros((), ref.dtype))
 
     a, b, A_log, dt_bias = refs
     parameter = v_head + jnp.zeros_like(row)
-    a = decay(get(a, row, v_head), get(A_log, parameter), get(dt_bias, parameter), None)
-    return jnp.where(mask, a, one), jnp.where(mask, sigmoid(get(b, row, v_head)), zero)
+    return get(a, row, v_head), get(b, row, v_head), get(A_log, parameter), get(dt_bias, parameter)
+
+
+def _gates(x, mask):
+    """decay and beta, loaded or computed from raw logits; decay is 1 and beta 0 where `mask` is false."""
+    if len(x) == 2:
+        return x
+    a, b, A_log, dt_bias = to_fp32(x)
+    return jnp.where(mask, decay(a, A_log, dt_bias, None), 1.0), jnp.where(mask, sigmoid(b), 0.0)
 
 
 def _column(x, t):
@@ -129,7 +143,8 @@ def _gdn_kernel(
         def _():
             j, later = block * m + iota(m, 0), block * m + iota(m, 1)
             keys = _window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, key_head, levels)
-            a, _ = _gates(gates, first + token, v_head, inside & (token < tokens))
+            real = inside & (token < tokens)
+            a, _ = _gates(_load_gates(gates, first + token, v_head, real), real)
             norms = inverse_norm(keys, levels, interpret)
             passed = jnp.ones((members.shape[0], m), jnp.float32)  # P(j->t); dead records and missing tokens decay by 1
             for i in range(1, length):
@@ -155,7 +170,8 @@ def _gdn_kernel(
                 load_pieces(ref, (first + t,), own, k_dim, levels, mask=t < tokens)
                 for ref, own in ((k_ref, key_head), (q_ref, q_head))
             )
-            a, beta = _gates(gates, first + token, v_head, inside & (token < tokens))
+            real = inside & (token < tokens)
+            a, beta = _gates(_load_gates(gates, first + token, v_head, real), real)
             passed = jnp.ones((members.shape[0], token.shape[1]), jnp.float32)  # P(0->t)
             for i in range(length):
                 at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(token)]
@@ -166,11 +182,69 @@ def _gdn_kernel(
             store_pieces(x_ref, (r, head), 2 * t + 1, q_hat, k_dim, levels, mask=t < width)
             store(scalar_ref.at[r, v_head, 2 * token], passed, mask=inside & (token < width))
             store(scalar_ref.at[r, v_head, 2 * token + 1], beta, mask=inside & (token < width))
-            record, real = base + n + token, inside & (token < tokens)
+            record = base + n + token
             store(decay_out.at[layer, slot, v_head, record, jnp.zeros_like(token)], a, mask=real)
             store(beta_out.at[layer, slot, v_head, record], beta, mask=real)
             owner = lax.rem(head, heads // key_heads) == 0
             store_pieces(k_out, (layer, slot, key_head), base + n + t, k, k_dim, levels, mask=(t < tokens) & owner)
+
+
+def _gdn_one_kernel(
+    layer_ref, slots_ref, lens_ref, cu_ref, cursor_ref, q_ref, k_ref, *refs,
+    heads: int, scale: float, warps: int, interpret: bool
+):  # fmt: skip
+    """`_gdn_kernel` for W = 1 and all records of a short history in one program, which loads everything at once."""
+    *gates, k_pool, decay_pool, _, x_ref, coef_ref, scalar_ref, k_out, decay_out, beta_out = refs
+    head, r, layer = program_id(0), program_id(1), layer_ref[0]
+    (_, q_heads, k_dim), key_heads, v_heads = q_ref.shape, k_ref.shape[1], decay_pool.shape[2]
+    length, group = k_pool.shape[3] // 2, v_heads // heads
+    levels = pair_levels(k_ref.dtype, k_dim)
+    slot, tokens = request_tokens(slots_ref, lens_ref, r, k_pool.shape[1] - 1)
+    first, cursor = cu_ref[r], load(cursor_ref.at[slot], mask=tokens > 0, other=jnp.zeros((), jnp.int32))
+    n, base = _half(cursor, length)
+
+    @when((tokens > 0) & (layer >= 0) & (first >= 0))
+    def _():
+        q_head, key_head = lax.div(head, heads // q_heads), lax.div(head, heads // key_heads)
+        members, one = iota(power_of_two(group), 0), jnp.ones((), jnp.float32)
+        inside, v_head, j, later = members < group, head * group + members, iota(length, 0), iota(length, 1)
+        raw_keys = load_raw_pieces(k_pool, (layer, slot, key_head), base + j, k_dim, levels, mask=j < n)
+        raw_k = load_raw_rows(k_ref, (first, key_head), length, k_dim, levels, warps)
+        raw_q = load_raw_rows(q_ref, (first, q_head), length, k_dim, levels, warps)
+        gate = _load_gates(gates, first + jnp.zeros_like(members), v_head, inside)
+        decays = [  # dead records decay by 1
+            load(decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(later)], mask=inside & (i < n), other=one)
+            for i in range(length)
+        ]
+
+        # always true, which a compiler does not know: it would move the loads down, each to its first use
+        @when(cursor >= 0)
+        def _():
+            passed = passed_0 = jnp.ones((members.shape[0], length), jnp.float32)
+            for i, alpha in enumerate(decays):  # P(j->t) and P(0->t)
+                passed, passed_0 = passed * jnp.where(later < i, alpha, 1.0), passed_0 * alpha
+            a, beta = _gates(gate, inside)
+            passed, passed_0 = passed * jnp.where(later < n, a, 1.0), passed_0 * a
+            keys, k_rows, q_rows = to_fp32(raw_keys), to_fp32(raw_k), to_fp32(raw_q)
+            k, q = expand_rows(k_rows, length), expand_rows(q_rows, length)
+            k_norm, q_norm = inverse_norm(k, levels, interpret), inverse_norm(q, levels, interpret)
+            norms = jnp.where((j == n).reshape(length), k_norm, inverse_norm(keys, levels, interpret))
+            keys = [jnp.where(j == n, x, y) for x, y in zip(k, keys, strict=True)]
+            k_gram = (read(keys, k, levels, interpret) * norms) * k_norm
+            q_gram = ((read(keys, q, levels, interpret) * norms) * q_norm) * scale
+            store(coef_ref.at[r, v_head, 0, later], passed * k_gram[None, :], mask=inside)
+            store(coef_ref.at[r, v_head, 1, later], passed * q_gram[None, :], mask=inside)
+            line, owner = iota(k_rows[0].shape[0], 0), lax.rem(head, heads // key_heads) == 0
+            only = line == 0  # rows are equal: the first is stored
+            k_hat, q_hat = _normalise(k_rows, levels, interpret), _normalise(q_rows, levels, interpret)
+            for i, y in enumerate((k_hat, [p * scale for p in q_hat])):
+                store_pieces(x_ref, (r, head), i + line, y, k_dim, levels, mask=only)
+            store_pieces(k_out, (layer, slot, key_head), base + n + line, k_rows, k_dim, levels, mask=only & owner)
+            record, zeroth = base + n + jnp.zeros_like(members), jnp.zeros_like(members)
+            store(scalar_ref.at[r, v_head, later], passed_0, mask=inside & (later == 0))
+            store(scalar_ref.at[r, v_head, zeroth + 1], beta, mask=inside)
+            store(decay_out.at[layer, slot, v_head, record, zeroth], a, mask=inside)
+            store(beta_out.at[layer, slot, v_head, record], beta, mask=inside)
 
 
 def _normalise(pieces, levels, interpret):
@@ -242,25 +316,26 @@ def coefficients(
     """
     q, k, *rest = tokens
     requests, (v_heads, double, gates), k_dim = index[1].shape[0], pools[1].shape[2:], q.shape[2]
-    length, gdn = double // 2, gates == 1
+    length, gdn, lone = double // 2, gates == 1, gates == 1 and width == 1 and double // 2 <= LONE
     heads, rows = q.shape[1] if q.shape[1] == k.shape[1] else v_heads, min(ROWS, length)
     scratch = [
         jax.ShapeDtypeStruct((requests, heads, 2 * width, k_dim), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width, length), jnp.float32),
         jax.ShapeDtypeStruct((requests, v_heads, 2 * width), jnp.float32),
     ]
-    if gdn:
-        grid, static = (length // rows + 1, heads, requests), dict(heads=heads, m=rows, warps=num_warps)
+    if lone:
+        grid, static = (heads, requests), dict(heads=heads, warps=num_warps)
+    elif gdn:
+        grid, static = (length // rows + 1, heads, requests), dict(width=width, heads=heads, m=rows, warps=num_warps)
     else:
-        grid, static, tokens = (heads, requests), dict(lower_bound=lower_bound), (q, k, *by_heads(rest, v_heads))
+        grid, static, tokens = (heads, requests), dict(width=width, lower_bound=lower_bound), (q, k, *by_heads(rest, v_heads))
     x, coef, scalars, *pools = call(
-        _gdn_kernel if gdn else _kda_kernel,
+        _gdn_one_kernel if lone else _gdn_kernel if gdn else _kda_kernel,
         (*scratch, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pools)),
         grid=grid,
         name=f"replay_coefficients_{'gdn' if gdn else 'kda'}_w{width}",
         num_warps=num_warps,
         aliases={len(index) + 1 + len(tokens) + i: 3 + i for i in range(3)},
-        width=width,
         scale=scale,
         **static,
     )(*index, cursor, *tokens, *pools)

@@ -102,28 +102,29 @@ def cast(pieces, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_raw_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
+def load_raw_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr, STREAM: tl.constexpr = False):
     """Pieces of the rows at ptr + rows [M, 1] * stride + 0..K, in their own dtype; `other` where `mask` [M, 1] (or None) is
-    false."""
+    false. STREAM: the first to leave the L1 cache."""
+    EVICT: tl.constexpr = "evict_first" if STREAM else ""
     WIDTH: tl.constexpr = LANES << LEVELS
     cols = tl.arange(0, WIDTH)[None, :]
     out = ()
     for p in tl.static_range((K + WIDTH - 1) // WIDTH):
         at = ptr + rows * stride + (cols + p * WIDTH)
         if WIDTH > K:
-            x = tl.load(at, mask=(cols < K) if mask is None else mask & (cols < K), other=other)
+            x = tl.load(at, mask=(cols < K) if mask is None else mask & (cols < K), other=other, eviction_policy=EVICT)
         elif mask is None:
-            x = tl.load(at)
+            x = tl.load(at, eviction_policy=EVICT)
         else:
-            x = tl.load(at, mask=mask, other=other)
+            x = tl.load(at, mask=mask, other=other, eviction_policy=EVICT)
         out = out + (x,)
     return out
 
 
 @triton.jit
-def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr):
+def load_pieces(ptr, rows, stride, mask, other, K: tl.constexpr, LEVELS: tl.constexpr, STREAM: tl.constexpr = False):
     """`load_raw_pieces` in fp32."""
-    return to_fp32(load_raw_pieces(ptr, rows, stride, mask, other, K, LEVELS))
+    return to_fp32(load_raw_pieces(ptr, rows, stride, mask, other, K, LEVELS, STREAM))
 
 
 @triton.jit
