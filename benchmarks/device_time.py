@@ -16,7 +16,7 @@ LABELS = {
     "compact": r"ssm_compact|^_compact_kernel",
     "commit": r"ssm_commit|^_commit_kernel",
     "plan": r"replay_plan|^_plan_kernel",
-    "coefficients": r"replay_\w*coefficients|^_gdn_kernel|^_kda_kernel",
+    "coefficients": r"replay_\w*coefficients|^_(gdn|kda)_(\w+_)?kernel",
     "outputs": r"replay_\w*outputs|^_outputs_kernel",
     "advance": r"ssm_advance|^_advance_kernel",
 }

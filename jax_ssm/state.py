@@ -221,8 +221,8 @@ def _values(x: Array, like: Array) -> Array:
 
 
 def _tied(pool: Array, index):
-    """`pool` made to depend on `index`, or a loop that reads it would begin with a copy of all its bits."""
-    if pool.dtype != jnp.bfloat16:
+    """`pool` made to depend on `index`, or on a CPU a loop that reads it would begin with a copy of all its bits."""
+    if pool.dtype != jnp.bfloat16 or jax.default_backend() != "cpu":
         return pool
     return lax.optimization_barrier((pool, [jnp.asarray(x) for x in index if not isinstance(x, slice)]))[0]
 

@@ -134,8 +134,11 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
     slot, tokens = request_tokens(slots_ref, lens_ref, r, state_ref.shape[1] // width - 1)
     first, total, offset = cu_ref[r], cu_ref[cu_ref.shape[0] - 1], offset_ref[r]
 
-    # all four are known before the branch, so that they are waited for once
-    @when((tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0))
+    raw, fp32 = len(inputs) > 5, state_ref.dtype == jnp.float32
+    known = (layer >= 0) & (first >= 0) & (offset >= 0)  # then a compiler waits for all of them once
+
+    # which form each case takes is measured, here and below
+    @when((tokens > 0) & known if fp32 or not raw else tokens > 0)
     def _():
         state = load_raw_pieces(state_ref, (layer, slot * width + offset, head), column, tile.k, tile.levels)
 
@@ -152,14 +155,16 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
             store_pieces(state_ref, at, column, state, tile.k, tile.levels, eviction_policy="evict_first")
             return state
 
-        if len(inputs) > 5:
+        if raw and fp32:
             # A loop that runs once, since a compiler moves loads down to their first use but not past a loop: the state is on
             # its way while the token is loaded and its norms and gates are computed
             nothing = empty_rows(tile.m, tile.k, tile.levels, tile.warps)
             nothing = (nothing, jnp.zeros((tile.m,), o_ref.dtype), jnp.float32(0), jnp.float32(0), nothing)
             x = lax.fori_loop(0, tokens, lambda t, _: _token(load_token(t), tile, scale), nothing)
             advance(0, state, x)
-        elif width == 1:
+        elif raw:
+            advance(0, state, _token(load_token(0), tile, scale))
+        elif width == 1 and not fp32:
             x = load_token(0)
 
             def one(t, _):  # in a loop for the same reason
@@ -170,7 +175,7 @@ def _native_kernel(layer_ref, slots_ref, offset_ref, lens_ref, cu_ref, *refs, wi
 
             def body(t, carry):
                 state, x = carry
-                following = load_token(jnp.minimum(t + 1, tokens - 1))
+                following = x if width == 1 else load_token(jnp.minimum(t + 1, tokens - 1))
                 return advance(t, state, x), following
 
             lax.fori_loop(0, tokens, body, (state, load_token(0)))

@@ -145,7 +145,8 @@ def _native_kernel(
     if (tokens > 0) & (layer >= 0) & (first >= 0) & (offset >= 0):  # all known: a compiler then waits for them once
         base = layer * S * W + slot * W
         state = load_raw_pieces(state_ptr + ((base + offset) * HV + head) * (V * K), column, K, None, 0.0, K, LEVELS)
-        if RAW:
+        STAGED: tl.constexpr = RAW and state_ptr.dtype.element_ty == tl.float32  # as measured; likewise what is carried below
+        if STAGED:
             # A loop that runs once, since a compiler moves loads down to their first use but not past a loop: the state is on
             # its way while the token is loaded and its norms and gates are computed
             row, zero = empty_rows(M, K, LEVELS, WARPS), tl.zeros([], tl.float32)
@@ -162,7 +163,7 @@ def _native_kernel(
                 H, KH, HV, K, V, G, M, LEVELS, WARPS, RAW,
             )  # fmt: skip
         for t in range(1 if RAW else tokens):
-            if not RAW:
+            if not STAGED:
                 x = _token(following, K, G, KEY_LEVELS, RAW, SCALE)
             if W > 1:
                 following = _load_token(
@@ -176,7 +177,7 @@ def _native_kernel(
             tl.store(o_ptr + ((first + t) * HV + head) * V + rows, o.to(o_ptr.dtype.element_ty))
             at = state_ptr + ((base + t) * HV + head) * (V * K)
             store_pieces(at, column, K, rounded, None, K, LEVELS, "evict_first")
-            if W > 1:
+            if W > 1 or (not RAW and state_ptr.dtype.element_ty == tl.float32):
                 state = rounded
     clear_rows(o_ptr, total + r, R, head, rows, T, HV, V)
 
