@@ -37,13 +37,16 @@ def device_name() -> str:
 
 
 def commit() -> str | None:
-    """Short id of the commit that runs, with a + when files differ from it; JAX_SSM_COMMIT where there is no repository."""
+    """Short id of the commit that runs, with a + when files differ from it; JAX_SSM_COMMIT where it is set, since a copy of the
+    files may lie in another repository or in none."""
+    if named := os.environ.get("JAX_SSM_COMMIT"):
+        return named
     git = ["git", "-C", str(RESULTS.parent.parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("JAX_SSM_COMMIT")
+        return None
     return head + ("+" if changed.strip() else "")
 
 
