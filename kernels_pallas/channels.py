@@ -15,6 +15,7 @@ from kernels_pallas._compat import load, store
 from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
 from kernels_pallas.recurrence import finish, pair_sums
 
+SHORT = 4  # windows up to this width are unrolled; code grows with its square
 CHUNK = 8  # records whose decays are skipped together where none is live
 PRODUCTS = 16  # products of window tokens that are summed together
 
@@ -160,3 +161,25 @@ def store_products(put, q, k, alphas, tokens, levels: int, interpret: bool):
         mask = (t < tokens) & (p < width * width)
         column = jnp.where(mask, 2 * t + is_q, 2 * width)  # interpret mode drops what lies outside
         put(place - is_q * t, column, sums(rows, levels, interpret), mask)
+
+
+# ------------------------------------------------------------------------------------- wider windows, token by token
+
+
+def one_token(
+    t, refs, first, head, tokens, records, lead, at, levels: int, scale: float, lower_bound: float | None, interpret: bool
+):
+    """q^, k^ and decay [1, K] and beta [1] of token t, which are left in its records (k, decay, beta)."""
+    x = load_window(refs, first + t, head, tokens - t, 1)
+    (q,), (k,), (alpha,), raw, beta = window(x, levels, scale, lower_bound, interpret)
+    store_window(*records, lead, at + t, [alpha], raw, beta, tokens - t)
+    return q, k, alpha, beta
+
+
+def store_token_products(put, t, keys, q, k, alpha, tokens, levels: int, interpret: bool):
+    """What `store_products` does for token t; keys [W2, K] are those of the tokens before it, and those up to it after it."""
+    i, keys = jnp.arange(keys.shape[0], dtype=jnp.int32), keys * alpha
+    put(i, 2 * t, sums(keys * k, levels, interpret), (i < t) & (t < tokens))
+    keys = jnp.where(i[:, None] == t, k, keys)
+    put(i, 2 * t + 1, sums(keys * q, levels, interpret), (i <= t) & (t < tokens))
+    return keys

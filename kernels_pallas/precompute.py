@@ -16,12 +16,15 @@ from jax import lax
 
 from kernels_pallas._compat import barrier, call, load, program_id, store, when
 from kernels_pallas.channels import (
+    SHORT,
     by_heads,
     channels,
     history,
     load_window,
+    one_token,
     stack,
     store_products,
+    store_token_products,
     store_window,
     window,
 )
@@ -205,25 +208,40 @@ def _kda_kernel(
         n, base = live_half(cursor_ref, slot, length)
         lead = layer, slot, head
         tiles, passed_0 = history(k_out, decay_out, lead, base, n, DOT, m, levels, interpret)
-        x = load_window(tokens_refs, first, head, tokens, width)
-        q, k, alphas, raw, beta = window(x, levels, scale, lower_bound, interpret)
-        store_window(k_out, decay_out, beta_out, lead, base + n, alphas, raw, beta, tokens)
+        i, passed = iota(n_cols, 0), jnp.ones((1, k_dim), jnp.float32)
 
         def put(i, column, values, mask):
             store(window_ref.at[r, head, i, column], values, mask=mask)
 
-        store_products(put, q, k, alphas, tokens, 2, interpret)
-        t = jnp.arange(beta.shape[0], dtype=jnp.int32)
-        store(scalar_ref.at[r, head, scalar(1), 2 * t], beta)
+        def advance(t, carry):
+            keys, cols, passed = carry
+            records = k_out, decay_out, beta_out
+            q, k, alpha, beta = one_token(
+                t, tokens_refs, first, head, tokens, records, lead, base + n, levels, scale, lower_bound, interpret
+            )
+            keys = store_token_products(put, t, keys, q, k, alpha, tokens, 2, interpret)
+            store(scalar_ref.at[r, head, scalar(1), 2 * t + jnp.arange(1, dtype=jnp.int32)], beta)
+            passed = passed * alpha
+            cols = jnp.where(i == 2 * t, k * passed, cols)
+            return keys, jnp.where(i == 2 * t + 1, q * passed, cols), passed
 
-        # columns decayed to the start of the window, and further to the checkpoint
-        rows, passed = [], jnp.ones((1, k_dim), jnp.float32)
-        for t in range(width):
-            passed = passed * alphas[t]
-            rows += [k[t] * passed, q[t] * passed]
-        cols = stack(rows, n_cols)
+        # columns are decayed to the start of the window, and further to the checkpoint
+        if width <= SHORT:
+            x = load_window(tokens_refs, first, head, tokens, width)
+            q, k, alphas, raw, beta = window(x, levels, scale, lower_bound, interpret)
+            store_window(k_out, decay_out, beta_out, lead, base + n, alphas, raw, beta, tokens)
+            store_products(put, q, k, alphas, tokens, 2, interpret)
+            t, rows = jnp.arange(beta.shape[0], dtype=jnp.int32), []
+            store(scalar_ref.at[r, head, scalar(1), 2 * t], beta)
+            for t in range(width):
+                passed = passed * alphas[t]
+                rows += [k[t] * passed, q[t] * passed]
+            cols = stack(rows, n_cols)
+        else:
+            keys, cols = (jnp.zeros((rows, k_dim), jnp.float32) for rows in (power_of_two(width), n_cols))
+            _, cols, _ = lax.fori_loop(0, width, advance, (keys, cols, passed))
         for p, part in enumerate(split(cols * passed_0)):
-            store(x_ref.at[r, head, scalar(p), iota(n_cols, 0), channels(k_dim)], part)
+            store(x_ref.at[r, head, scalar(p), i, channels(k_dim)], part)
         parts = split(cols)
         for p, tile in enumerate(tiles):
             c = dot(split(tile), parts, jnp.zeros((DOT, n_cols), jnp.float32))

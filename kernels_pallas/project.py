@@ -13,11 +13,15 @@ from jax import lax
 
 from kernels_pallas._compat import call, load, program_id, store, when
 from kernels_pallas.channels import (
+    SHORT,
     by_heads,
     channels,
+    decayed,
     history,
     load_window,
+    one_token,
     store_products,
+    store_token_products,
     store_window,
     sums,
     window,
@@ -269,12 +273,36 @@ def _kda_kernel(
         n, base = live_half(cursor_ref, slot, length)
         lead = layer, slot, head
         tiles, passed = history(k_out, decay_out, lead, base, n, ROWS, length, levels, interpret)
-        x = load_window(tokens_refs, first, head, tokens, width)
-        q, k, alphas, raw, beta = window(x, levels, scale, lower_bound, interpret)
-        store_window(k_out, decay_out, beta_out, lead, base + n, alphas, raw, beta, tokens)
 
         def put(i, column, values, mask):
             store(coef_ref.at[r, head, column, n + i], values, mask=mask)
+
+        if width > SHORT:
+            j = jnp.arange(ROWS, dtype=jnp.int32)
+
+            def advance(t, carry):
+                tiles, passed, keys = carry
+                records = k_out, decay_out, beta_out
+                q, k, alpha, beta = one_token(
+                    t, tokens_refs, first, head, tokens, records, lead, base + n, levels, scale, lower_bound, interpret
+                )
+                keys = store_token_products(put, t, keys, q, k, alpha, tokens, levels, interpret)
+                tiles, passed = decayed(tiles, alpha), passed * alpha
+                for i, x in enumerate((k, q)):
+                    for p, tile in enumerate(tiles):
+                        at = p * ROWS + j
+                        store(coef_ref.at[r, head, 2 * t + i, at], sums(tile * x, levels, interpret), mask=at < n)
+                    store(x_ref.at[r, head, 2 * t + i, channels(k_dim)], passed * x)
+                store(scalar_ref.at[r, head, 2 * t + 1 + jnp.arange(1, dtype=jnp.int32)], beta)
+                return tiles, passed, keys
+
+            keys = jnp.zeros((power_of_two(width), k_dim), jnp.float32)
+            lax.fori_loop(0, width, advance, (tiles, passed, keys))
+            return
+
+        x = load_window(tokens_refs, first, head, tokens, width)
+        q, k, alphas, raw, beta = window(x, levels, scale, lower_bound, interpret)
+        store_window(k_out, decay_out, beta_out, lead, base + n, alphas, raw, beta, tokens)
 
         store_products(put, q, k, alphas, tokens, levels, interpret)
         i, is_q = jnp.arange(2 * ROWS, dtype=jnp.int32), iota(2 * ROWS, 0) >= ROWS

@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.recurrence import finish
 
+SHORT = tl.constexpr(4)  # windows up to this width are unrolled; code grows with its square
 CHUNK = tl.constexpr(8)  # records whose decays are skipped together where none is live
 PRODUCTS = tl.constexpr(16)  # products of window tokens that are summed together
 
@@ -168,3 +169,29 @@ def store_products(ptr, q, k, alphas, tokens, TOKEN, COLUMN, LEVELS: tl.constexp
         is_q = (place >= t).to(tl.int32)
         at = ptr + (place - is_q * t) * TOKEN + (2 * t + is_q) * COLUMN
         tl.store(at, sums(stack(rows, SIZE), LEVELS), mask=(t < tokens) & (p < W * W))
+
+
+# ------------------------------------------------------------------------------------- wider windows, token by token
+
+
+@triton.jit
+def one_token(
+    t, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, k_at, decay_at, beta_at, HV: tl.constexpr,
+    K: tl.constexpr, LEVELS: tl.constexpr, RAW: tl.constexpr, SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr,
+):  # fmt: skip
+    """q^, k^ and decay [1, K] and beta [1] of token t, which are left in its records."""
+    x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first + t, head, tokens - t, 1, 1, HV, K, RAW)
+    q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
+    store_window(k_at + t * K, decay_at + t * K, beta_at + t, alphas, raw, beta, tokens - t, K)
+    return q[0], k[0], alphas[0], beta
+
+
+@triton.jit
+def store_token_products(ptr, t, keys, q, k, alpha, tokens, TOKEN, COLUMN, LEVELS: tl.constexpr):
+    """What `store_products` does for token t; keys [W2, K] are those of the tokens before it, and those up to it after it."""
+    i = tl.arange(0, keys.shape[0])
+    at, keys = ptr + i * TOKEN + 2 * t * COLUMN, keys * alpha
+    tl.store(at, sums(keys * k, LEVELS), mask=(i < t) & (t < tokens))
+    keys = tl.where(i[:, None] == t, k, keys)
+    tl.store(at + COLUMN, sums(keys * q, LEVELS), mask=(i <= t) & (t < tokens))
+    return keys

@@ -14,7 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.channels import channels, history, load_window, stack, store_products, store_window, window
+from kernels_triton.channels import (
+    SHORT,
+    channels,
+    history,
+    load_window,
+    one_token,
+    stack,
+    store_products,
+    store_token_products,
+    store_window,
+    window,
+)
 from kernels_triton.decode import clear_rows, request_tokens
 from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
 from kernels_triton.launch import launch, layer_row
@@ -236,20 +247,33 @@ def _kda_kernel(
         record, own = ((layer * S + slot) * HV + head) * (2 * L) + base, r * HV + head
         key_at, decay_at = k_pool + record * K, decay_pool + record * K
         tiles, passed_0 = history(key_at, decay_at, n, DOT, K, M, LEVELS)
-        x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, W, W2, HV, K, RAW)
-        q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
-        store_window(key_at + n * K, decay_at + n * K, beta_pool + record + n, alphas, raw, beta, tokens, K)
-        store_products(window_ptr + own * (W * N), q, k, alphas, tokens, N, 1, 2, W)
-        t = tl.arange(0, W2)
-        tl.store(scalar_ptr + own * (2 * N) + N + 2 * t, beta)
+        window_at, beta_at = window_ptr + own * (W * N), scalar_ptr + own * (2 * N) + N
+        i, j, passed = tl.arange(0, N), tl.arange(0, DOT)[:, None], tl.full([1, K], 1.0, tl.float32)
 
-        # columns decayed to the start of the window, and further to the checkpoint
-        rows, passed = (), tl.full([1, K], 1.0, tl.float32)
-        for t in tl.static_range(W):
-            passed = passed * alphas[t]
-            rows = rows + (k[t] * passed, q[t] * passed)
-        columns = stack(rows, N)
-        i, j = tl.arange(0, N), tl.arange(0, DOT)[:, None]
+        # columns are decayed to the start of the window, and further to the checkpoint
+        if W <= SHORT:
+            x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, W, W2, HV, K, RAW)
+            q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
+            store_window(key_at + n * K, decay_at + n * K, beta_pool + record + n, alphas, raw, beta, tokens, K)
+            store_products(window_at, q, k, alphas, tokens, N, 1, 2, W)
+            tl.store(beta_at + 2 * tl.arange(0, W2), beta)
+            rows = ()
+            for t in tl.static_range(W):
+                passed = passed * alphas[t]
+                rows = rows + (k[t] * passed, q[t] * passed)
+            columns = stack(rows, N)
+        else:
+            keys, columns = tl.zeros([W2, K], tl.float32), tl.zeros([N, K], tl.float32)
+            for t in range(W):
+                q, k, alpha, beta = one_token(
+                    t, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, key_at + n * K,
+                    decay_at + n * K, beta_pool + record + n, HV, K, LEVELS, RAW, SCALE, LOWER_BOUND,
+                )  # fmt: skip
+                keys = store_token_products(window_at, t, keys, q, k, alpha, tokens, N, 1, 2)
+                tl.store(beta_at + 2 * t + tl.arange(0, 1), beta)
+                passed = passed * alpha
+                columns = tl.where(i[:, None] == 2 * t, k * passed, columns)
+                columns = tl.where(i[:, None] == 2 * t + 1, q * passed, columns)
         store_parts(x_ptr + own * (PARTS * N * K) + i[:, None] * K + channels(K), split(columns * passed_0), N * K)
         parts = transpose(split(columns))
         for p in tl.static_range(len(tiles)):

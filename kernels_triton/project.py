@@ -11,7 +11,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.channels import channels, history, load_window, store_products, store_window, sums, window
+from kernels_triton.channels import (
+    SHORT,
+    channels,
+    decayed,
+    history,
+    load_window,
+    one_token,
+    store_products,
+    store_token_products,
+    store_window,
+    sums,
+    window,
+)
 from kernels_triton.decode import registers, request_tokens, zero_rows
 from kernels_triton.gates import decay, inverse_norm, sigmoid
 from kernels_triton.launch import launch, layer_row
@@ -281,27 +293,44 @@ def _kda_kernel(
         record, own = ((layer * S + slot) * HV + head) * (2 * L) + base, r * HV + head
         key_at, decay_at, coef_at = k_pool + record * K, decay_pool + record * K, coef_ptr + own * (2 * W * L)
         tiles, passed = history(key_at, decay_at, n, ROWS, K, L, LEVELS)
-        x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, W, W2, HV, K, RAW)
-        q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
-        store_window(key_at + n * K, decay_at + n * K, beta_pool + record + n, alphas, raw, beta, tokens, K)
-        store_products(coef_at + n, q, k, alphas, tokens, 1, L, LEVELS, W)
-        i = tl.arange(0, 2 * ROWS)
-        is_q = i[:, None] >= ROWS
-        for p in tl.static_range(len(tiles)):
-            j = p * ROWS + i % ROWS
-            if n > p * ROWS:
-                both = tl.reshape(tl.permute(tl.join(tiles[p], tiles[p]), [2, 0, 1]), [2 * ROWS, K])
-                for t in tl.static_range(W):
-                    both = both * alphas[t]
-                    c = sums(both * tl.where(is_q, q[t], k[t]), LEVELS)
-                    tl.store(coef_at + (2 * t + i // ROWS) * L + j, c, mask=j < n)
-        x_at = x_ptr + own * (2 * W * K) + channels(K)
-        for t in tl.static_range(W):
-            passed = passed * alphas[t]
-            tl.store(x_at + 2 * t * K, passed * k[t])
-            tl.store(x_at + (2 * t + 1) * K, passed * q[t])
-        t = tl.arange(0, W2)
-        tl.store(scalar_ptr + own * (2 * W) + 2 * t + 1, beta, mask=t < W)
+        x_at, scalar_at = x_ptr + own * (2 * W * K) + channels(K), scalar_ptr + own * (2 * W)
+        if W <= SHORT:
+            x = load_window(q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, W, W2, HV, K, RAW)
+            q, k, alphas, raw, beta = window(x, LEVELS, RAW, SCALE, LOWER_BOUND)
+            store_window(key_at + n * K, decay_at + n * K, beta_pool + record + n, alphas, raw, beta, tokens, K)
+            store_products(coef_at + n, q, k, alphas, tokens, 1, L, LEVELS, W)
+            i = tl.arange(0, 2 * ROWS)
+            is_q = i[:, None] >= ROWS
+            for p in tl.static_range(len(tiles)):
+                j = p * ROWS + i % ROWS
+                if n > p * ROWS:
+                    both = tl.reshape(tl.permute(tl.join(tiles[p], tiles[p]), [2, 0, 1]), [2 * ROWS, K])
+                    for t in tl.static_range(W):
+                        both = both * alphas[t]
+                        c = sums(both * tl.where(is_q, q[t], k[t]), LEVELS)
+                        tl.store(coef_at + (2 * t + i // ROWS) * L + j, c, mask=j < n)
+            for t in tl.static_range(W):
+                passed = passed * alphas[t]
+                tl.store(x_at + 2 * t * K, passed * k[t])
+                tl.store(x_at + (2 * t + 1) * K, passed * q[t])
+            t = tl.arange(0, W2)
+            tl.store(scalar_at + 2 * t + 1, beta, mask=t < W)
+        else:
+            j, keys = tl.arange(0, ROWS), tl.zeros([W2, K], tl.float32)
+            for t in range(W):
+                q, k, alpha, beta = one_token(
+                    t, q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, dt_ptr, raw_ptr, first, head, tokens, key_at + n * K,
+                    decay_at + n * K, beta_pool + record + n, HV, K, LEVELS, RAW, SCALE, LOWER_BOUND,
+                )  # fmt: skip
+                keys = store_token_products(coef_at + n, t, keys, q, k, alpha, tokens, 1, L, LEVELS)
+                tiles, passed = decayed(tiles, alpha), passed * alpha
+                for p in tl.static_range(len(tiles)):
+                    at, live = coef_at + 2 * t * L + p * ROWS + j, p * ROWS + j < n
+                    tl.store(at, sums(tiles[p] * k, LEVELS), mask=live)
+                    tl.store(at + L, sums(tiles[p] * q, LEVELS), mask=live)
+                tl.store(x_at + 2 * t * K, passed * k)
+                tl.store(x_at + (2 * t + 1) * K, passed * q)
+                tl.store(scalar_at + 2 * t + 1 + tl.arange(0, 1), beta)
     if head == 0:
         _put_place(place_ptr + r * PLACE, slot, tokens, first, cursor)
 

@@ -139,6 +139,8 @@ GPU_CASES = [
     ("gdn", dict(k_dim=64, width=3, history=8, act_dtype="fp32")),
     ("kda", dict(width=4, history=8)),
     ("kda", dict(v_dim=64, width=3, history=32, ssm_dtype="bf16")),
+    ("kda", dict(width=8, history=16)),
+    ("kda", dict(width=16, history=16, ssm_dtype="bf16")),
 ]
 
 
