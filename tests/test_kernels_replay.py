@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from kernel_harness import make_spec
 from replay_harness import PALLAS, Pair, assert_none, differing, forward, jit, prepare
 
 import jax_ssm
-from jax_ssm.spec import KernelConfig
+from benchmarks import parity, twins
+from jax_ssm.spec import KernelConfig, SSMSpec
 from kernels_pallas import project
 
 # rule, fields of the spec, rounds: both phases are reached, L is a multiple of nothing but itself
@@ -101,11 +103,43 @@ def test_N5_padding_rows_change_nothing_and_are_zero():
     assert not np.asarray(pair.jax.ssm[:, spec.hold]).any() and not np.asarray(pair.jax.extra.cursor).any()
 
 
-@pytest.mark.gpu
-def test_R75_bits_of_three_implementations_on_a_gpu():
-    """R75, R77, R79: PyTorch eager = Triton = Pallas over 14 rounds from raw inputs, one row a tile and up: outputs, records,
-    checkpoints and cursors of every case of the benchmark, each in a process of its own."""
-    from benchmarks.kernels_replay import bits_of_all
+GPU_CASES = [
+    ("gdn", dict(width=1, history=16)),
+    ("gdn", dict(width=4, history=16, ssm_dtype="bf16")),
+    ("gdn", dict(q_heads=1, k_heads=2, v_heads=6, k_dim=64, width=3, history=8)),
+    ("gdn", dict(k_dim=256, v_dim=64, width=2, history=32)),
+    ("gdn", dict(k_dim=256, v_dim=64, width=2, history=64, ssm_dtype="bf16", act_dtype="fp32")),
+    ("gdn", dict(width=16, history=16)),
+    ("kda", dict(width=1, history=16, ssm_dtype="bf16")),
+    ("kda", dict(width=4, history=16)),
+    ("kda", dict(k_dim=64, width=3, history=4, act_dtype="fp32", lower_bound=-5.0)),
+    ("kda", dict(v_dim=64, width=10, history=32)),
+]
 
-    wrong = {i: {name: n for name, n in case.items() if n} for i, case in bits_of_all().items()}
-    assert not any(wrong.values()), wrong
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule,fields", GPU_CASES, ids=str)
+def test_R75_bits_of_three_implementations_on_a_gpu(rule, fields):
+    """R75, R77, R79: PyTorch eager = Triton = Pallas in every verb, 14 rounds from raw inputs and what follows them in a cell
+    of `benchmarks parity`: outputs, records, checkpoints, cursors, pages."""
+    assert_none(differing_values(rule, fields, ["eager", "triton", "pallas"], 14))
+
+
+def differing_values(rule: str, fields: dict, sides: list[str], rounds: int) -> dict[str, int]:
+    """Differing values by array and pair of implementations over the story of a parity cell."""
+    heads = dict(q_heads=2, k_heads=2, v_heads=4) if rule == "gdn" else dict(q_heads=3, k_heads=3, v_heads=3)
+    common = dict(layers=2, slots=9, k_dim=128, v_dim=128, mode="replay")
+    spec, device = SSMSpec(rule, **(common | heads | fields)), twins.device()
+    g, count = torch.Generator().manual_seed(1), parity.Count()
+    slots, state, weights = parity.setup(spec, 5, g, device)
+    played = {name: twins.make_side(name, spec, state) for name in sides}
+    cell = parity.Cell("twins", rule, "replay", spec.width, spec.history, spec.ssm_dtype, spec.act_dtype, 0, 0, 0, 0, 0, 5)
+    parity.story(cell, spec, played, rounds, slots, weights, g, device, count)
+    return {f"{array} {pair}": int(n) for array, pairs in count.differing.items() for pair, n in pairs.items()}
+
+
+def test_R75_the_story_of_a_cell_on_a_cpu():
+    """The same, Pallas in interpret mode, from the same prologue outputs."""
+    wrong = differing_values("kda", dict(width=2, history=4, k_dim=16, v_dim=16), ["eager", "pallas"], 3)
+    assert_none(wrong)
+    assert len(wrong) > 10
