@@ -192,3 +192,15 @@ def batches(data: dict) -> tuple[list[str], list[list[str]]]:
             groups.setdefault(key, {})[c["batch"]] = f"{c['implementations']['pallas']['us']:.1f}"
     rows = [[*key, *(found.get(n, "-") for n in sizes)] for key, found in groups.items()]
     return ["rule", "mode", "W", "accept", "state", *(f"B = {n}" for n in sizes)], rows
+
+
+def parts(data: dict) -> tuple[list[str], list[list[str]]]:
+    """Column heads and rows for a document: what the kernels of a round take at B = 128, Pallas / Triton."""
+    names = ("prologue", "native", "compact", "commit", "coefficients", "outputs", "advance")
+    cells, rows = [c for c in data["cells"] if c["batch"] == 128], []
+    for c in cells:
+        found = [c["implementations"].get(kind, {}).get("parts", {}) for kind in ("pallas", "triton")]
+        told = [" / ".join(f"{p[name]:.1f}" if name in p else "-" for p in found) for name in names]
+        where = [c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"]]
+        rows.append([*where, *(x if x != "- / -" else "" for x in told)])
+    return ["rule", "mode", "W", "accept", "state", *names[:-1], "fold"], rows

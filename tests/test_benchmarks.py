@@ -132,7 +132,7 @@ def test_tables_have_a_column_for_every_head():
     cells = {"cells": [good, bad, failed]}
     for c in data["cells"]:
         c["batch"] *= 128 if c["batch"] == 1 else 1
-    forms = (cycle.table, cycle.brief, cycle.batches, cycle.absolute, cycle.ratios)
+    forms = (cycle.table, cycle.brief, cycle.batches, cycle.parts, cycle.absolute, cycle.ratios)
     for heads, rows in (*(form(data) for form in forms), parity.table(cells), parity.brief(cells)):
         assert rows and all(len(row) == len(heads) for row in rows)
     told = [row[-1] for row in parity.table(cells)[1]]
@@ -170,7 +170,7 @@ def test_recorded_results_have_tables():
         if data.get("name") not in COMMANDS:
             continue
         module = importlib.import_module(f"benchmarks.{data['name']}")
-        for form in ("table", "brief", "batches", "absolute", "ratios"):
+        for form in ("table", "brief", "batches", "parts", "absolute", "ratios"):
             if hasattr(module, form):
                 heads, rows = getattr(module, form)(data)
                 assert rows and all(len(row) == len(heads) for row in rows), (path, form)
