@@ -48,7 +48,7 @@ lint: $(TEST_READY)
 
 gpu-test: $(TEST_READY)
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu-test: no NVIDIA GPU found (nvidia-smi -L fails); 'make test' needs none"; exit 2; }
-	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest -m gpu
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest -m gpu -n 4
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache build *.egg-info
