@@ -29,9 +29,9 @@ from kernels_pallas.channels import (
     window,
 )
 from kernels_pallas.decode import clear_rows, request_tokens
-from kernels_pallas.gates import L2NORM_EPS, decay, power_of_two, sigmoid
-from kernels_pallas.project import iota, live_half, scalar
-from kernels_pallas.recurrence import finish, halve, pair_levels, pair_sums
+from kernels_pallas.gates import inverse_norm, power_of_two
+from kernels_pallas.project import iota, live_half, load_gates, make_gates, scalar
+from kernels_pallas.recurrence import pair_levels, to_fp32
 
 PARTS = 3
 DOT = 16  # the smallest side of a dot, but for its columns
@@ -88,12 +88,6 @@ def _pieces(ref, rows, lead, last, mask, k: int):
     return [load(ref.at[(*lead, rows, *last, c)], mask=mask, other=zero) for c in _piece_columns(ref.dtype, k)]
 
 
-def _norms(pieces, levels: int, interpret: bool):
-    """Inverse norms [M] of rows in pieces."""
-    pieces = [x.astype(jnp.float32) for x in pieces]
-    return lax.rsqrt(finish(halve([pair_sums(x * x, levels) for x in pieces]), interpret) + L2NORM_EPS)
-
-
 def _twice(x):
     """x again below x, when it has fewer rows than a dot takes."""
     rows = DOT // x.shape[0]
@@ -126,9 +120,8 @@ def _gdn_kernel(
         # all loads; gates of all value heads of this key head: one lane for each head and column
         members = iota(power_of_two(group), 0)
         v_head, real = head * group + members, (members < group) & (token < tokens)
-        row, own = first + token + jnp.zeros_like(members), v_head + jnp.zeros_like(token)
-        at = [(row, own), (row, own), (own,), (own,)] if len(gates) == 4 else [(row, own, jnp.zeros_like(own)), (row, own)]
-        raw = [load(x.at[y], mask=real, other=jnp.zeros((), x.dtype)) for x, y in zip(gates, at, strict=True)]
+        own = v_head + jnp.zeros_like(token)
+        raw = load_gates(gates, first + token + jnp.zeros_like(members), own, real)
         live_k = (t < tokens) & ~is_q
         x_k = _pieces(k_ref, first + t, (), (key_head,), live_k, k_dim)
         x_q = _pieces(q_ref, first + t, (), (q_head,), (t < tokens) & is_q, k_dim)
@@ -139,11 +132,9 @@ def _gdn_kernel(
 
         @when(first >= 0)
         def _():
-            raw32 = [x.astype(jnp.float32) for x in raw]
-            a, beta = (decay(raw32[0], *raw32[2:], None), sigmoid(raw32[1])) if len(gates) == 4 else raw32
-            a, beta = jnp.where(real, a, 1.0), jnp.where(real, beta, 0.0)
+            a, beta = make_gates(raw, real)
             x = [jnp.where(is_q, y, z) for y, z in zip(x_q, x_k, strict=True)]
-            x_norm = _norms(x, levels, interpret)
+            x_norm = inverse_norm(to_fp32(x), levels, interpret)
             column, lane_j = jnp.arange(n_cols, dtype=jnp.int32), jnp.arange(m, dtype=jnp.int32)
             scaled = jnp.where(lax.rem(column, 2) == 1, x_norm * scale, x_norm)
             x_parts = [split(y) for y in x]
@@ -152,7 +143,7 @@ def _gdn_kernel(
                 b = [spread_lanes(part) for part in parts]
                 old = dot(split(spread_lanes(y)), b, old)
                 new = dot([_twice(part) for part in b], b, new)
-            old = (old * _norms(keys, levels, interpret)[:, None]) * scaled[None, :]
+            old = (old * inverse_norm(to_fp32(keys), levels, interpret)[:, None]) * scaled[None, :]
             new = (new * _twice(x_norm)[:, None]) * scaled[None, :]
 
             # row 2i of `new` belongs to k_i: it acts on q_t from t = i and on k_t from t = i + 1, that is beyond column 2i

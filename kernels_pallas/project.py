@@ -93,8 +93,8 @@ def _window_keys(k_pool, k_ref, where, j, n, tokens, key_head, levels):
     return [jnp.where(j < n, a, b) for a, b in zip(old, new, strict=True)]
 
 
-def _load_gates(refs, row, v_head, mask):
-    """What `_gates` makes decay and beta of: value heads v_head [N, 1] in token rows `row` [1, W]."""
+def load_gates(refs, row, v_head, mask):
+    """What `make_gates` makes decay and beta of: value heads v_head [N, 1] in token rows `row` [1, W]."""
     if len(refs) == 2:
         one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
         a = load(refs[0].at[row, v_head, jnp.zeros_like(row)], mask=mask, other=one)
@@ -108,7 +108,7 @@ def _load_gates(refs, row, v_head, mask):
     return get(a, row, v_head), get(b, row, v_head), get(A_log, parameter), get(dt_bias, parameter)
 
 
-def _gates(x, mask):
+def make_gates(x, mask):
     """decay and beta, loaded or computed from raw logits; decay is 1 and beta 0 where `mask` is false."""
     if len(x) == 2:
         return x
@@ -148,7 +148,7 @@ def _gdn_kernel(
             j, later = block * m + iota(m, 0), block * m + iota(m, 1)
             keys = _window_keys(k_pool, k_ref, (layer, slot, base, first), j, n, tokens, key_head, levels)
             real = inside & (token < tokens)
-            a, _ = _gates(_load_gates(gates, first + token, v_head, real), real)
+            a, _ = make_gates(load_gates(gates, first + token, v_head, real), real)
             norms = inverse_norm(keys, levels, interpret)
             passed = jnp.ones((members.shape[0], m), jnp.float32)  # P(j->t); dead records and missing tokens decay by 1
             for i in range(1, length):
@@ -175,7 +175,7 @@ def _gdn_kernel(
                 for ref, own in ((k_ref, key_head), (q_ref, q_head))
             )
             real = inside & (token < tokens)
-            a, beta = _gates(_load_gates(gates, first + token, v_head, real), real)
+            a, beta = make_gates(load_gates(gates, first + token, v_head, real), real)
             passed = jnp.ones((members.shape[0], token.shape[1]), jnp.float32)  # P(0->t)
             for i in range(length):
                 at = decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(token)]
@@ -215,7 +215,7 @@ def _gdn_one_kernel(
         raw_keys = load_raw_pieces(k_pool, (layer, slot, key_head), base + j, k_dim, levels, mask=j < n)
         raw_k = load_raw_rows(k_ref, (first, key_head), length, k_dim, levels, warps)
         raw_q = load_raw_rows(q_ref, (first, q_head), length, k_dim, levels, warps)
-        gate = _load_gates(gates, first + jnp.zeros_like(members), v_head, inside)
+        gate = load_gates(gates, first + jnp.zeros_like(members), v_head, inside)
         decays = [  # dead records decay by 1
             load(decay_pool.at[layer, slot, v_head, base + i, jnp.zeros_like(later)], mask=inside & (i < n), other=one)
             for i in range(length)
@@ -227,7 +227,7 @@ def _gdn_one_kernel(
             passed = passed_0 = jnp.ones((members.shape[0], length), jnp.float32)
             for i, alpha in enumerate(decays):  # P(j->t) and P(0->t)
                 passed, passed_0 = passed * jnp.where(later < i, alpha, 1.0), passed_0 * alpha
-            a, beta = _gates(gate, inside)
+            a, beta = make_gates(gate, inside)
             passed, passed_0 = passed * jnp.where(later < n, a, 1.0), passed_0 * a
             keys, k_rows, q_rows = to_fp32(raw_keys), to_fp32(raw_k), to_fp32(raw_q)
             k, q = expand_rows(k_rows, length), expand_rows(q_rows, length)

@@ -27,11 +27,11 @@ from kernels_triton.channels import (
     window,
 )
 from kernels_triton.decode import clear_rows, request_tokens
-from kernels_triton.gates import L2NORM_EPS, decay, sigmoid
+from kernels_triton.gates import inverse_norm
 from kernels_triton.launch import launch, layer_row
 from kernels_triton.materialize import tile_of
-from kernels_triton.project import live_half
-from kernels_triton.recurrence import finish, halve, pair_levels, pair_sums
+from kernels_triton.project import live_half, load_gates, make_gates
+from kernels_triton.recurrence import pair_levels, to_fp32
 
 PARTS = tl.constexpr(3)
 DOT = tl.constexpr(16)  # the smallest side of a dot, but for its columns
@@ -115,16 +115,6 @@ def _pieces(at, mask, K: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _norms(pieces, LEVELS: tl.constexpr):
-    """Inverse norms [M] of rows in pieces."""
-    sums = ()
-    for p in tl.static_range(len(pieces)):
-        x = pieces[p].to(tl.float32)
-        sums = sums + (pair_sums(x * x, LEVELS),)
-    return tl.rsqrt(finish(halve(sums)) + L2NORM_EPS)
-
-
-@triton.jit
 def _twice(x):
     """x again below x, when it has fewer rows than a dot takes."""
     TIMES: tl.constexpr = 16 // x.shape[0]
@@ -162,12 +152,7 @@ def _gdn_kernel(
         # all loads; gates of all value heads of this key head: one lane for each head and column
         members = tl.arange(0, MEMBERS)[:, None]
         v_head, real = head * GROUP + members, (members < GROUP) & (t < tokens)[None, :]
-        at = (first + t)[None, :] * HV + v_head
-        a, beta = tl.load(a_ptr + at, mask=real, other=0.0), tl.load(b_ptr + at, mask=real, other=0.0)
-        A_log, dt_bias = a, a
-        if RAW:
-            A_log = tl.load(A_ptr + v_head + t[None, :] * 0, mask=real, other=0.0)
-            dt_bias = tl.load(dt_ptr + v_head + t[None, :] * 0, mask=real, other=0.0)
+        gates = load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, (first + t)[None, :], v_head, real, HV, RAW)
         k_at, live_k = k_ptr + (first * KH + key_head) * K + t[:, None] * (KH * K) + piece, (t < tokens) & (i % 2 == 0)
         q_at = q_ptr + (first * H + head // (HEADS // H)) * K + t[:, None] * (H * K) + piece
         x_k, x_q = _pieces(k_at, live_k, K, P), _pieces(q_at, (t < tokens) & is_q, K, P)
@@ -177,15 +162,11 @@ def _gdn_kernel(
         decay_at = decay_pool + (row * HV + head * GROUP) * (2 * L) + base
         tl.debug_barrier()  # loads stay above, and what follows below: see _outputs_kernel
         if first >= 0:
-            alphas, betas = a.to(tl.float32), beta.to(tl.float32)
-            if RAW:
-                alphas = decay(alphas, A_log.to(tl.float32), dt_bias.to(tl.float32), None)
-                betas = sigmoid(betas)
-            alphas, betas = tl.where(real, alphas, 1.0), tl.where(real, betas, 0.0)
+            alphas, betas = make_gates(gates, real, RAW)
             x = ()
             for p in tl.static_range(K // P):
                 x = x + (tl.where(is_q[:, None], x_q[p], x_k[p]),)
-            x_norm = _norms(x, LEVELS)
+            x_norm = inverse_norm(to_fp32(x), LEVELS)
             scaled = tl.where(is_q, x_norm * SCALE, x_norm)
             old, new = tl.zeros([M, N], tl.float32), tl.zeros([ROWS, N], tl.float32)
             for p in tl.static_range(K // P):
@@ -195,7 +176,7 @@ def _gdn_kernel(
                     parts, columns = parts + (_twice(y),), columns + (tl.trans(y),)
                 old = dot(split(spread_lanes(keys[p])), columns, old)
                 new = dot(parts, columns, new)
-            old = (old * _norms(keys, LEVELS)[:, None]) * scaled[None, :]
+            old = (old * inverse_norm(to_fp32(keys), LEVELS)[:, None]) * scaled[None, :]
             new = (new * _twice(x_norm)[:, None]) * scaled[None, :]
 
             # row 2i of `new` belongs to k_i: it acts on q_t from t = i and on k_t from t = i + 1, that is beyond column 2i

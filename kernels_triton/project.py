@@ -108,8 +108,8 @@ def _window_keys(old_ptr, new_ptr, j, n, tokens, KH: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def _load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr, RAW: tl.constexpr):
-    """What `_gates` makes decay and beta of: value heads v_head [N, 1] in token rows `row` [1, W]."""
+def load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr, RAW: tl.constexpr):
+    """What `make_gates` makes decay and beta of: value heads v_head [N, 1] in token rows `row` [1, W]."""
     at = row * HV + v_head
     if RAW:
         a, b = tl.load(a_ptr + at, mask=mask, other=0.0), tl.load(b_ptr + at, mask=mask, other=0.0)
@@ -120,7 +120,7 @@ def _load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, row, v_head, mask, HV: tl.constexpr
 
 
 @triton.jit
-def _gates(x, mask, RAW: tl.constexpr):
+def make_gates(x, mask, RAW: tl.constexpr):
     """decay and beta, loaded or computed from raw logits; decay is 1 and beta 0 where `mask` is false."""
     if RAW:
         a, b, A_log, dt_bias = to_fp32(x)
@@ -179,7 +179,7 @@ def _gdn_kernel(
             j, later = block * M + tl.arange(0, M)[:, None], block * M + tl.arange(0, M)[None, :]
             keys = _window_keys(key_at, k_ptr, j, n, tokens, KH, K, LEVELS)
             real = inside & (token < tokens)
-            a, _ = _gates(_load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + token, v_head, real, HV, RAW), real, RAW)
+            a, _ = make_gates(load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + token, v_head, real, HV, RAW), real, RAW)
             norms = inverse_norm(keys, LEVELS)
             passed = tl.full([MEMBERS, M], 1.0, tl.float32)  # P(j->t); dead records and missing tokens decay by 1
             for i in tl.static_range(1, L):
@@ -203,7 +203,7 @@ def _gdn_kernel(
             k = load_pieces(k_ptr, t, KH * K, t < tokens, 0.0, K, LEVELS)
             q = load_pieces(q_ptr, t, H * K, t < tokens, 0.0, K, LEVELS)
             real = inside & (token < tokens)
-            a, beta = _gates(_load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + token, v_head, real, HV, RAW), real, RAW)
+            a, beta = make_gates(load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, first + token, v_head, real, HV, RAW), real, RAW)
             passed = tl.full([MEMBERS, W2], 1.0, tl.float32)  # P(0->t)
             for i in tl.static_range(L):
                 passed = passed * tl.load(decay_at + v_head * (2 * L) + i + token * 0, mask=inside & (i < n), other=1.0)
@@ -246,7 +246,7 @@ def _gdn_one_kernel(
         j, later = tl.arange(0, L)[:, None], tl.arange(0, L)[None, :]
         raw_keys = load_raw_pieces(key_at, j, K, j < n, 0.0, K, LEVELS)
         raw_k, raw_q = load_raw_rows(k_ptr, L, K, LEVELS, WARPS), load_raw_rows(q_ptr, L, K, LEVELS, WARPS)
-        gates = _load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, first, v_head, inside, HV, RAW)
+        gates = load_gates(a_ptr, b_ptr, A_ptr, dt_ptr, first, v_head, inside, HV, RAW)
         decays = ()
         for i in tl.static_range(L):  # dead records decay by 1
             decays = decays + (tl.load(decay_at + v_head * (2 * L) + i + later * 0, mask=inside & (i < n), other=1.0),)
@@ -254,7 +254,7 @@ def _gdn_one_kernel(
             passed, passed_0 = tl.full([MEMBERS, L], 1.0, tl.float32), tl.full([MEMBERS, L], 1.0, tl.float32)
             for i in tl.static_range(L):  # P(j->t) and P(0->t)
                 passed, passed_0 = passed * tl.where(later < i, decays[i], 1.0), passed_0 * decays[i]
-            a, beta = _gates(gates, inside, RAW)
+            a, beta = make_gates(gates, inside, RAW)
             passed, passed_0 = passed * tl.where(later < n, a, 1.0), passed_0 * a
             keys, k_rows, q_rows = to_fp32(raw_keys), to_fp32(raw_k), to_fp32(raw_q)
             k, q = expand_rows(k_rows, L), expand_rows(q_rows, L)
