@@ -153,32 +153,38 @@ def measure(plan, executables: dict, sweeps: int, copy: float) -> dict:
     return {"groups": groups, "least_bytes": least, "floor_us": least / copy, "implementations": found, "errors": errors}
 
 
+WHERE = ["rule", "mode", "W", "accept", "state"]
+
+
+def where(c: dict) -> list[str]:
+    """What a cell is, under the heads WHERE."""
+    return [c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"]]
+
+
 def table(data: dict) -> tuple[list[str], list[list[str]]]:
     """Column heads and rows for a person: µs a layer and round."""
     kinds = [kind for kind in IMPLEMENTATIONS if any(kind in c["implementations"] for c in data["cells"])]
     rows = []
     for c in data["cells"]:
-        row = [c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"], str(c["batch"]), f"{c['floor_us']:.1f}"]
+        row = [*where(c), str(c["batch"]), f"{c['floor_us']:.1f}"]
         for kind in kinds:
             found = c["implementations"].get(kind)
             row.append(f"{found['us']:.1f} [{found['spread'][0]:.1f}, {found['spread'][1]:.1f}]" if found else "-")
         best = min((r for r in c["implementations"].values()), key=lambda r: r["us"], default=None)
         rows.append([*row, f"{100 * best['share']:.0f} %" if best else "-", f"{best['us_per_token']:.2f}" if best else "-"])
-    heads = ["rule", "mode", "W", "accept", "state", "B", "floor µs", *(f"{kind} µs [least, most]" for kind in kinds)]
+    heads = [*WHERE, "B", "floor µs", *(f"{kind} µs [least, most]" for kind in kinds)]
     return [*heads, "copy rate, best", "µs a token, best"], rows
 
 
 def brief(data: dict) -> tuple[list[str], list[list[str]]]:
     """Column heads and rows for a document: the batch of 128, where acceptance is partial."""
     cells = [c for c in data["cells"] if c["batch"] == 128 and (c["accepted"] < c["width"] or c["width"] == 1)]
-    heads, rows = ["rule", "mode", "W", "accept", "state", "floor µs", *IMPLEMENTATIONS, "copy rate, best"], []
+    heads, rows = [*WHERE, "floor µs", *IMPLEMENTATIONS, "copy rate, best"], []
     for c in cells:
         found = c["implementations"]
         times = [f"{found[kind]['us']:.1f}" if kind in found else "-" for kind in IMPLEMENTATIONS]
         share = f"{100 * max(r['share'] for r in found.values()):.0f} %"
-        rows.append(
-            [c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"], f"{c['floor_us']:.1f}", *times, share]
-        )
+        rows.append([*where(c), f"{c['floor_us']:.1f}", *times, share])
     return heads, rows
 
 
@@ -188,10 +194,9 @@ def batches(data: dict) -> tuple[list[str], list[list[str]]]:
     groups: dict[tuple, dict[int, str]] = {}
     for c in data["cells"]:
         if "pallas" in c["implementations"]:
-            key = c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"]
-            groups.setdefault(key, {})[c["batch"]] = f"{c['implementations']['pallas']['us']:.1f}"
+            groups.setdefault(tuple(where(c)), {})[c["batch"]] = f"{c['implementations']['pallas']['us']:.1f}"
     rows = [[*key, *(found.get(n, "-") for n in sizes)] for key, found in groups.items()]
-    return ["rule", "mode", "W", "accept", "state", *(f"B = {n}" for n in sizes)], rows
+    return [*WHERE, *(f"B = {n}" for n in sizes)], rows
 
 
 def parts(data: dict) -> tuple[list[str], list[list[str]]]:
@@ -201,6 +206,5 @@ def parts(data: dict) -> tuple[list[str], list[list[str]]]:
     for c in cells:
         found = [c["implementations"].get(kind, {}).get("parts", {}) for kind in ("pallas", "triton")]
         told = [" / ".join(f"{p[name]:.1f}" if name in p else "-" for p in found) for name in names]
-        where = [c["rule"], c["mode"], str(c["width"]), str(c["accepted"]), c["ssm"]]
-        rows.append([*where, *(x if x != "- / -" else "" for x in told)])
-    return ["rule", "mode", "W", "accept", "state", *names[:-1], "fold"], rows
+        rows.append([*where(c), *(x if x != "- / -" else "" for x in told)])
+    return [*WHERE, *names[:-1], "fold"], rows
